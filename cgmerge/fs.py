@@ -1,0 +1,328 @@
+"""The only module that writes files.
+
+A command builds everything it writes in a private folder beside the target and then puts it in
+place with one rename, so that a crash at any moment leaves the old content or the new content,
+never a mixture. Data and folders are fsynced first, modes follow the umask (safetensors writes
+0600), and leftovers of killed writers are collected by the next one.
+
+Every operation that changes the disk passes through `_step`, which tests replace to make the
+k-th operation fail or kill the process.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+import socket
+import sys
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cgmerge import strictjson
+from cgmerge.errors import StorageError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+_MARK = ".cgmerge-tmp-"
+_DAY = 86_400.0
+_STORAGE_ERRNOS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file would pass the size limit",
+    errno.EIO: "the device reported an input/output error",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "operation not permitted",
+    errno.ENAMETOOLONG: "the name is too long",
+    errno.ENOTDIR: "a part of the path is a file, not a folder",
+}
+
+
+def _step(operation: str, path: Path) -> None:  # noqa: ARG001
+    """Announce a disk operation; the seam through which tests inject faults."""
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file inside a staged folder and fsync it.
+
+    Raises:
+        StorageError: The operating system refused; says how many bytes were needed and free.
+    """
+    with _storage_errors(path, len(data)):
+        _step("write", path)
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            _step("fsync", path)
+            os.fsync(file.fileno())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write canonical JSON (sorted keys, final newline) inside a staged folder."""
+    write_bytes(path, strictjson.dumps(value))
+
+
+def write_lines(path: Path, lines: Iterator[bytes] | list[bytes]) -> None:
+    """Write many lines without holding them all, inside a staged folder."""
+    with _storage_errors(path, 0):
+        _step("write", path)
+        with path.open("wb") as file:
+            for line in lines:
+                file.write(line + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, "torch.Tensor"], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file inside a staged folder.
+
+    Args:
+        path: Target, in a folder from `new_folder`.
+        tensors: Contiguous CPU tensors that do not share memory.
+        metadata: Extra header strings; `format: pt` is always there.
+    """
+    from safetensors.torch import save_file
+
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    with _storage_errors(path, size):
+        _step("write", path)
+        save_file(dict(tensors), path, metadata={"format": "pt", **(metadata or {})})
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a regular file into a staged folder."""
+    with _storage_errors(target, source.stat().st_size):
+        _step("copy", target)
+        shutil.copyfile(source, target)
+
+
+@contextlib.contextmanager
+def new_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Stage a result folder and commit it on success.
+
+    Yields:
+        A private folder beside `out` (same file system), to be filled with the functions here
+        or by any library that saves to a path.
+
+    Raises:
+        UsageError: `out` exists and `overwrite` is false, or it is a file.
+        StorageError: The folder cannot be written.
+    """
+    out = absolute(out)
+    check_target(out, overwrite=overwrite)
+    with _storage_errors(out.parent, 0):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    _collect_leftovers(out.parent)
+    stage = out.parent / f".{out.name[:80]}{_MARK}{_writer_id()}-{secrets.token_hex(4)}"
+    with _storage_errors(stage, 0):
+        _step("mkdir", stage)
+        stage.mkdir()
+    try:
+        yield stage
+        _seal(stage)
+        _put_in_place(stage, out, overwrite=overwrite)
+    except OSError as error:
+        raise _as_storage_error(error, out, 0) from error
+    finally:
+        if stage.exists():
+            shutil.rmtree(stage, ignore_errors=True)
+
+
+def replace_file(path: Path, data: bytes, *, overwrite: bool = True) -> None:
+    """Put one file in place atomically: unique temporary, fsync, rename, fsync of the folder.
+
+    Raises:
+        UsageError: `path` exists and `overwrite` is false.
+        StorageError: The operating system refused.
+    """
+    path = absolute(path)
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder, a file is wanted", code="out_is_folder")
+    if path.exists() and not overwrite:
+        raise _exists(path)
+    with _storage_errors(path, len(data)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    _collect_leftovers(path.parent)
+    temporary = path.parent / f".{path.name[:80]}{_MARK}{_writer_id()}-{secrets.token_hex(4)}"
+    try:
+        write_bytes(temporary, data)
+        with _storage_errors(path, len(data)):
+            temporary.chmod(0o666 & ~_umask())
+            _step("rename", path)
+            temporary.replace(path)
+            _sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def check_target(out: Path, *, overwrite: bool) -> None:
+    """Refuse an unusable output path before any work is done.
+
+    Raises:
+        UsageError: It exists and may not be replaced, or is not a folder.
+        StorageError: Its parent cannot be written.
+    """
+    out = absolute(out)
+    with _storage_errors(out, 0):
+        if out.is_symlink() or (out.exists() and not out.is_dir()):
+            raise UsageError(f"{out} exists and is not a folder", code="out_is_file")
+        if out.is_dir() and any(out.iterdir()) and not overwrite:
+            raise _exists(out)
+        parent = next(folder for folder in out.parents if folder.exists())
+    if not parent.is_dir():
+        raise UsageError(f"{parent} is a file, not a folder", code="out_parent")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise StorageError(f"{parent} cannot be written", code="permission", path=parent)
+
+
+def absolute(path: Path) -> Path:
+    """Make a path absolute without following symbolic links."""
+    return Path(os.path.abspath(path))  # noqa: PTH100  (Path.resolve would follow links)
+
+
+def _exists(path: Path) -> UsageError:
+    return UsageError(
+        f"{path} exists already", code="out_exists", hint="choose another --out, or --overwrite"
+    )
+
+
+def _seal(stage: Path) -> None:
+    """Fsync every file and folder and give them the modes that the umask asks for."""
+    mask = _umask()
+    for folder, _, names in os.walk(stage, topdown=False):
+        for name in names:
+            path = Path(folder) / name
+            path.chmod(0o666 & ~mask)
+            _step("fsync", path)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        Path(folder).chmod(0o777 & ~mask)
+        _sync_folder(Path(folder))
+
+
+def _put_in_place(stage: Path, out: Path, *, overwrite: bool) -> None:
+    if out.is_dir() and not any(out.iterdir()):
+        _step("rename", out)
+        stage.rename(out)  # POSIX: a folder may replace an empty one
+    elif out.exists():
+        if not overwrite:  # somebody else finished while we worked
+            raise _exists(out)
+        _step("exchange", out)
+        _exchange(stage, out)
+    else:
+        _step("rename", out)
+        stage.rename(out)
+    _sync_folder(out.parent)
+
+
+def _exchange(stage: Path, out: Path) -> None:
+    """Swap two folders in one step; `stage` then holds the old content and is removed."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        rename = getattr(libc, "renameat2", None)
+        if rename is not None:
+            at_cwd, exchange = -100, 2
+            arguments = (at_cwd, os.fsencode(stage), at_cwd, os.fsencode(out), exchange)
+            if rename(*arguments) == 0:
+                return
+            if ctypes.get_errno() not in (errno.ENOSYS, errno.EINVAL):
+                code = ctypes.get_errno()
+                raise OSError(code, os.strerror(code), str(out))
+    # No atomic exchange on this system: between the two renames `out` is missing, and the old
+    # content stands beside it under the temporary name.
+    old = stage.with_name(stage.name + "-old")
+    out.rename(old)
+    stage.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _umask() -> int:
+    # The umask can only be read by setting it; /proc tells it without the race.
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    except OSError:
+        pass
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def _writer_id() -> str:
+    """Name this process so that a later writer can tell whether it still lives."""
+    host = zlib.crc32(socket.gethostname().encode())
+    return f"{host:08x}-{os.getpid()}"
+
+
+def _collect_leftovers(folder: Path) -> None:
+    """Remove temporaries of writers that were killed: on this host when the process is gone."""
+    host = f"{zlib.crc32(socket.gethostname().encode()):08x}"
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(folder)):
+            _, mark, tail = entry.name.partition(_MARK)
+            if not mark or not entry.name.startswith("."):
+                continue
+            parts = tail.split("-")
+            age = time.time() - entry.stat(follow_symlinks=False).st_mtime
+            dead = parts[0] == host and parts[1].isdigit() and not _alive(int(parts[1]))
+            if dead or (parts[0] != host and age > _DAY):
+                _remove(Path(entry.path))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+@contextlib.contextmanager
+def _storage_errors(path: Path, needed: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _as_storage_error(error, path, needed) from error
+
+
+def _as_storage_error(error: OSError, path: Path, needed: int) -> StorageError:
+    reason = _STORAGE_ERRNOS.get(error.errno or 0, error.strerror or str(error))
+    free: int | None = None
+    with contextlib.suppress(OSError):
+        folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
+        free = shutil.disk_usage(folder).free
+    room = f" ({needed:,} bytes needed, {free:,} free)" if needed and free is not None else ""
+    return StorageError(
+        f"cannot write {path}: {reason}{room}",
+        code="write",
+        hint="free some space or choose another --out; nothing was changed",
+        path=path,
+        needed=needed,
+        free=free,
+    )

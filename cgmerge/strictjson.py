@@ -1,0 +1,103 @@
+"""JSON as files from strangers must be read: no surprises, bounded work.
+
+Python's own parser accepts NaN, keeps the last of two equal keys, recurses without limit and
+raises bare ValueErrors. Here all of these are `Damaged` errors that name the file.
+"""
+
+import json
+import math
+from collections import Counter
+from typing import Any
+
+from cgmerge.errors import Damaged, LimitExceeded
+
+MAX_BYTES = 16 * 1024 * 1024
+MAX_INT = 2**63
+
+
+def loads(data: bytes, *, source: str, max_bytes: int = MAX_BYTES) -> Any:
+    """Parse one JSON document strictly.
+
+    Args:
+        data: UTF-8 bytes without a byte order mark.
+        source: What to call the document in messages.
+        max_bytes: Refuse longer input before parsing.
+
+    Returns:
+        The parsed value.
+
+    Raises:
+        Damaged: Not UTF-8, not JSON, duplicate keys, NaN or Infinity, numbers beyond 64 bits.
+        LimitExceeded: Longer than `max_bytes` or nested too deeply.
+    """
+    if len(data) > max_bytes:
+        raise LimitExceeded(
+            f"{source} has {len(data):,} bytes; the limit is {max_bytes:,}", code="json_size"
+        )
+    try:
+        text = data.decode("utf-8")
+        value = json.loads(
+            text,
+            object_pairs_hook=lambda pairs: _unique(pairs, source),
+            parse_constant=lambda word: _refuse_constant(word, source),
+            parse_float=lambda digits: _finite(digits, source),
+            parse_int=lambda digits: _bounded(digits, source),
+        )
+        text_ok = _encodable(value)
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise Damaged(f"{source} is not valid JSON: {error}", code="json") from error
+    except RecursionError as error:
+        raise LimitExceeded(f"{source} is nested too deeply", code="json_depth") from error
+    if not text_ok:
+        raise Damaged(f"{source} holds text that is not valid Unicode", code="json")
+    return value
+
+
+def loads_object(data: bytes, *, source: str, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+    """Parse a document whose top level must be an object."""
+    value = loads(data, source=source, max_bytes=max_bytes)
+    if not isinstance(value, dict):
+        raise Damaged(f"{source} must hold an object, found {type(value).__name__}", code="json")
+    return value
+
+
+def dumps(value: Any) -> bytes:
+    """Serialise canonically: sorted keys, two-space indent, UTF-8, final newline, no NaN."""
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8") + b"\n"
+
+
+def _unique(pairs: list[tuple[str, Any]], source: str) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise Damaged(f"{source} holds the key {twice!r} twice", code="json")
+    return result
+
+
+def _refuse_constant(word: str, source: str) -> Any:
+    raise Damaged(f"{source} holds {word}, which is not JSON", code="json")
+
+
+def _finite(digits: str, source: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise Damaged(f"{source} holds the number {digits}, which is out of range", code="json")
+    return value
+
+
+def _bounded(digits: str, source: str) -> int:
+    if len(digits) > 20 or abs(int(digits)) >= MAX_INT:
+        raise Damaged(f"{source} holds an integer of {len(digits)} digits", code="json")
+    return int(digits)
+
+
+def _encodable(value: Any) -> bool:
+    """Whether every string can be written as UTF-8 (lone surrogates cannot)."""
+    if isinstance(value, str):
+        return not any(0xD800 <= ord(char) <= 0xDFFF for char in value)
+    if isinstance(value, list):
+        return all(_encodable(item) for item in value)
+    if isinstance(value, dict):
+        return all(_encodable(key) and _encodable(item) for key, item in value.items())
+    return True

@@ -1,0 +1,260 @@
+"""Read safetensors files from strangers: header first, bounded, one tensor at a time.
+
+The header is checked here (not by the library) because the checks must come before any
+allocation, must name the field, and because listing an expert must not import torch. Data are
+read with `pread` into fresh memory, never mapped, so that a file that changes while it is read
+cannot crash the process or differ from what was hashed. safetensors has no checksum; digests are
+kept in cards and verified with `sha256`.
+"""
+
+import contextlib
+import hashlib
+import math
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from cgmerge import strictjson
+from cgmerge.errors import Damaged, Incompatible, LimitExceeded, NotFound, Unsafe
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPE_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
+    "U16": 2, "U32": 4, "U64": 8, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+_TORCH_NAMES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64",
+    "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "U16": "uint16",
+    "U32": "uint32", "U64": "uint64", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}  # fmt: skip
+MAX_HEADER_BYTES = 100_000_000
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where one tensor lies: dtype name as in the format, shape, byte range in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class TensorFile:
+    """An open safetensors file whose header has been checked.
+
+    Use as a context manager, or call `close`.
+
+    Args:
+        path: A regular file; symbolic links are refused unless `follow_links`.
+        max_header: Refuse longer headers before reading them (bytes).
+        follow_links: Allow a link as the last part (hub caches are made of links).
+
+    Raises:
+        NotFound: No such file.
+        Unsafe: A link, pipe or device.
+        Damaged: Truncated, over-long, overlapping, or not safetensors at all.
+        LimitExceeded: Header longer than allowed.
+    """
+
+    def __init__(
+        self, path: Path, *, max_header: int = MAX_HEADER_BYTES, follow_links: bool = False
+    ) -> None:
+        self.path = path
+        self._handle = open_regular(path, follow_links=follow_links)
+        try:
+            self.size = os.fstat(self._handle).st_size
+            self.infos, self.metadata = self._read_header(max_header)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; reading afterwards fails."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+    def read(self, name: str) -> "torch.Tensor":
+        """Read one tensor in the dtype it is stored in.
+
+        Raises:
+            Damaged: The file became shorter since it was opened.
+        """
+        import torch
+
+        info = self.infos[name]
+        dtype: torch.dtype = getattr(torch, _TORCH_NAMES[info.dtype])
+        if info.end == info.start:
+            return torch.empty(info.shape, dtype=dtype)
+        data = bytearray(self._pread(info.start, info.end - info.start))
+        return torch.frombuffer(data, dtype=dtype).reshape(info.shape)
+
+    def read_rows(self, name: str, first: int, last: int) -> bytes:
+        """Read raw bytes `first:last` of one tensor's data (offsets in bytes, within it)."""
+        info = self.infos[name]
+        return self._pread(info.start + first, last - first)
+
+    def sha256(self) -> str:
+        """Hash the whole file as it is now, in hexadecimal."""
+        digest = hashlib.sha256()
+        for start in range(0, self.size, _CHUNK):
+            digest.update(self._pread(start, min(_CHUNK, self.size - start)))
+        return digest.hexdigest()
+
+    def _pread(self, start: int, count: int) -> bytes:
+        parts = []
+        while count:
+            part = os.pread(self._handle, min(count, 1 << 30), start)
+            if not part:
+                raise Damaged(
+                    f"{self.path} became shorter while it was read", code="changed", path=self.path
+                )
+            parts.append(part)
+            start += len(part)
+            count -= len(part)
+        return b"".join(parts)
+
+    def _read_header(self, max_header: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+        if self.size < 8:
+            raise self._damaged(f"has {self.size} bytes; a safetensors file has at least 8")
+        length = int.from_bytes(self._pread(0, 8), "little")
+        if length > self.size - 8:
+            raise self._damaged(
+                f"announces a header of {length:,} bytes but has {self.size:,} bytes in all"
+            )
+        if length > max_header:
+            raise LimitExceeded(
+                f"{self.path} has a header of {length:,} bytes; the limit is {max_header:,}",
+                code="header_size",
+                path=self.path,
+            )
+        header = strictjson.loads_object(
+            self._pread(8, length), source=f"the header of {self.path}", max_bytes=max_header
+        )
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+            raise self._damaged("has metadata that is not a map of strings")
+        infos = {name: self._info(name, entry, 8 + length) for name, entry in header.items()}
+        self._check_coverage(infos, 8 + length)
+        return infos, metadata
+
+    def _info(self, name: str, entry: object, body: int) -> TensorInfo:
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise self._damaged(f"describes tensor {name!r} wrongly")
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if dtype not in DTYPE_BYTES:
+            raise Incompatible(
+                f"{self.path}: tensor {name!r} has dtype {dtype!r}, which is not supported",
+                code="dtype",
+                path=self.path,
+                tensor=name,
+            )
+        if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
+            raise self._damaged(f"describes tensor {name!r} wrongly")
+        start, end = offsets
+        wanted = math.prod(shape) * DTYPE_BYTES[dtype]
+        if end - start != wanted:
+            raise self._damaged(
+                f"gives tensor {name!r} {end - start:,} bytes; {dtype} {shape} takes {wanted:,}"
+            )
+        return TensorInfo(dtype, tuple(shape), body + start, body + end)
+
+    def _check_coverage(self, infos: dict[str, TensorInfo], body: int) -> None:
+        """Tensors must tile the body: no overlap, no hole, nothing before or after."""
+        expected = body
+        for name, info in sorted(infos.items(), key=lambda item: (item[1].start, item[1].end)):
+            if info.start != expected:
+                raise self._damaged(f"has tensor {name!r} at {info.start}, expected {expected}")
+            expected = info.end
+        if expected != self.size:
+            raise self._damaged(f"has {self.size:,} bytes; its tensors need {expected:,}")
+
+    def _damaged(self, what: str) -> Damaged:
+        return Damaged(
+            f"{self.path} {what}",
+            code="file",
+            hint="the file is damaged or incomplete; fetch or write it again",
+            path=self.path,
+            found=self.size,
+        )
+
+
+def open_regular(path: Path, *, follow_links: bool = False) -> int:
+    """Open a regular file for reading; never a link, pipe, device or folder.
+
+    Returns:
+        A file descriptor.
+
+    Raises:
+        NotFound: No such file.
+        Unsafe: Not a regular file.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
+    try:
+        handle = os.open(path, flags)
+    except FileNotFoundError as error:
+        raise NotFound(f"no such file: {path}", code="file", path=path) from error
+    except OSError as error:
+        raise Unsafe(
+            f"{path} cannot be opened as a regular file: {error.strerror}",
+            code="not_regular",
+            hint="symbolic links inside an expert are not followed; copy the file itself",
+            path=path,
+        ) from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise Unsafe(f"{path} is not a regular file", code="not_regular", path=path)
+    return handle
+
+
+def read_small(path: Path, *, limit: int = strictjson.MAX_BYTES, follow_links: bool = False) -> bytes:
+    """Read a small regular file whole.
+
+    Raises:
+        NotFound, Unsafe: As `open_regular`.
+        LimitExceeded: Longer than `limit` bytes.
+    """
+    handle = open_regular(path, follow_links=follow_links)
+    with os.fdopen(handle, "rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise LimitExceeded(
+            f"{path} is longer than the limit of {limit:,} bytes", code="file_size", path=path
+        )
+    return data
+
+
+def file_sha256(path: Path, *, follow_links: bool = True) -> str:
+    """Hash a regular file, in hexadecimal."""
+    handle = open_regular(path, follow_links=follow_links)
+    with os.fdopen(handle, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _naturals(value: object) -> bool:
+    return isinstance(value, list) and all(
+        type(item) is int and 0 <= item < 2**62 for item in value
+    )
