@@ -1,0 +1,96 @@
+"""What the user may write for an expert or a base, and how it becomes a local folder.
+
+A reference is a local folder unless it is written as an explicit remote one (`hf://user/repo` or
+`hf://user/repo@revision`); only that form may use the network. A misspelt path is answered with
+what is near it, never with a hub look-up.
+"""
+
+import difflib
+from pathlib import Path
+
+from cgmerge import fs
+from cgmerge.errors import EnvironmentProblem, NotFound, UsageError
+
+_REMOTE = "hf://"
+
+
+def local_folder(ref: str, *, what: str) -> Path:
+    """Turn a reference into a local folder.
+
+    Args:
+        ref: A path, or `hf://user/repo[@revision]`.
+        what: What to call it in messages, e.g. `base model`.
+
+    Returns:
+        An absolute path of a folder that exists.
+
+    Raises:
+        NotFound: No such folder; the message lists what is near it.
+        UsageError: An empty or malformed reference.
+        EnvironmentProblem: A remote reference that cannot be fetched.
+    """
+    if not ref.strip():
+        raise UsageError(f"the {what} reference is empty", code="ref")
+    if ref.startswith(_REMOTE):
+        return _fetch(ref, what)
+    path = fs.absolute(Path(ref).expanduser())
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise NotFound(f"{ref} is a file; a {what} is a folder", code="not_folder", path=path)
+    near = _near(path)
+    hint = f"similar: {', '.join(near)}" if near else None
+    if hint is None and ref.count("/") == 1 and not ref.startswith((".", "~", "/")):
+        hint = f"for a repository on the hub write {_REMOTE}{ref}"
+    raise NotFound(f"no such {what}: {ref}", code="folder", hint=hint, path=path)
+
+
+def parse_weighted(text: str) -> tuple[str, float | None]:
+    """Split `REF=WEIGHT`; a reference without a number after the last `=` has no weight.
+
+    Raises:
+        UsageError: The weight is not a finite number.
+    """
+    ref, equals, number = text.rpartition("=")
+    if not equals:
+        return text, None
+    try:
+        weight = float(number)
+    except ValueError:
+        if Path(text).expanduser().exists():
+            return text, None
+        raise UsageError(
+            f"the weight in {text!r} is not a number: {number!r}",
+            code="weight",
+            hint="write EXPERT=0.5",
+        ) from None
+    if weight != weight or weight in (float("inf"), float("-inf")):
+        raise UsageError(f"the weight in {text!r} is not finite", code="weight")
+    return ref, weight
+
+
+def _near(path: Path) -> list[str]:
+    if not path.parent.is_dir():
+        return []
+    names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
+    return difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
+
+
+def _fetch(ref: str, what: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    repo, _, revision = ref.removeprefix(_REMOTE).partition("@")
+    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "tokenizer*"]
+    try:
+        return Path(
+            snapshot_download(repo, revision=revision or None, allow_patterns=patterns)
+        )
+    except HFValidationError as error:
+        raise UsageError(f"{ref} is not a hub reference: {error}", code="ref") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise EnvironmentProblem(
+            f"cannot fetch the {what} {ref}: {error}",
+            code="hub",
+            hint="check the name and the connection, or pass a local folder",
+        ) from error
