@@ -26,6 +26,7 @@ Split = Literal["train", "validation", "test"]
 Group = Literal["new1", "mix2", "new2", "base1", "base2"]
 GROUPS: tuple[Group, ...] = ("new1", "mix2", "new2", "base1", "base2")
 
+_TRIES = 1000  # draws in a row that are all taken: the split is used up
 _Indices = list[int]
 _INDEX = {letter: index for index, letter in enumerate(LETTERS)}
 _SIZE = len(LETTERS)
@@ -145,7 +146,7 @@ def tasks(group: Group, skills: Sequence[str] = tuple(NEW)) -> list[tuple[str, .
     return list(product(BASE, repeat=2))
 
 
-def test_rows(
+def group_rows(
     group: Group,
     rng: random.Random,
     count: int,
@@ -164,6 +165,9 @@ def test_rows(
 
     Returns:
         `count` rows with different prompts, task after task.
+
+    Raises:
+        ValueError: More rows of a task are wanted than there are inputs in the split.
     """
     chains = tasks(group, skills)
     seen: set[str] = set()
@@ -174,9 +178,7 @@ def test_rows(
     return rows
 
 
-def expert_rows(
-    skill: str, rng: random.Random, count: int, *, replay: float = 0.4
-) -> list[Row]:
+def expert_rows(skill: str, rng: random.Random, count: int, *, replay: float = 0.4) -> list[Row]:
     """Make the training set of one expert: its own skill, and replay of what the base knows.
 
     Half of the own rows show the skill alone, a quarter each the skill before and after a random
@@ -191,6 +193,9 @@ def expert_rows(
 
     Returns:
         `count` rows with different prompts from the training split, shuffled.
+
+    Raises:
+        ValueError: More rows are wanted than there are inputs.
     """
     replayed = round(count * replay)
     own = count - replayed
@@ -266,9 +271,12 @@ def _distinct(
     """Write one example for each chain, none with a prompt that is in `seen` already."""
     rows = []
     for names in chains:
-        row = example(names, _letters(rng, split))
-        while row["prompt"] in seen:
+        for _ in range(_TRIES):
             row = example(names, _letters(rng, split))
+            if row["prompt"] not in seen:
+                break
+        else:
+            raise ValueError(f"no unused input left for {' '.join(names)} in the {split} split")
         seen.add(row["prompt"])
         rows.append(row)
     return rows
