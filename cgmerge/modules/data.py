@@ -1,0 +1,248 @@
+"""Data files as examples: json, jsonl, csv and parquet, five row formats, nothing guessed.
+
+One source of truth for training and evaluation: `read_data` gives the examples, `encode` their
+tokens. See `formats` for the row formats and `encoding` for the tokens.
+"""
+
+import csv
+import difflib
+import hashlib
+import io
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cgmerge import fs, strictjson
+from cgmerge.errors import Damaged, DataError, NotFound
+from cgmerge.modules.encoding import (
+    Encoded,
+    Rendering,
+    begin_ids,
+    encode,
+    encode_all,
+    end_ids,
+    render,
+    rendering,
+)
+from cgmerge.modules.formats import (
+    FORMATS,
+    Example,
+    FormatName,
+    Message,
+    detect_format,
+    examples_of,
+)
+from cgmerge.tensorfile import read_small
+
+__all__ = [
+    "FORMATS",
+    "DataFile",
+    "Encoded",
+    "Example",
+    "FormatName",
+    "Message",
+    "Rendering",
+    "begin_ids",
+    "encode",
+    "encode_all",
+    "end_ids",
+    "read_data",
+    "render",
+    "rendering",
+]
+
+MAX_BYTES = 2 * 1024**3
+_MAX_FIELD = 16 * 1024 * 1024
+_BOM = b"\xef\xbb\xbf"  # Excel and PowerShell write one; it carries no meaning in UTF-8
+_Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A data file that was read and checked.
+
+    Attributes:
+        path: As the user wrote it.
+        format: The row format, the same for all rows.
+        examples: In the order of the file; a conversation gives several.
+        rows: Rows in the file.
+        duplicates: Examples that repeat an earlier one word for word.
+        sha256: Digest of the file's bytes.
+    """
+
+    path: Path
+    format: FormatName
+    examples: tuple[Example, ...] = field(repr=False)
+    rows: int
+    duplicates: int
+    sha256: str
+
+
+def read_data(path: Path) -> DataFile:
+    """Read a data file; the suffix tells json, jsonl, csv, tsv or parquet.
+
+    Args:
+        path: A regular file of at most 2 GiB.
+
+    Returns:
+        Its examples and what is known about the file.
+
+    Raises:
+        NotFound: No such file; similar names are listed.
+        DataError: Unknown suffix, format or encoding, an empty file, or a row that cannot be used.
+        Damaged: Not valid JSON, CSV or parquet.
+    """
+    read = _READERS.get(path.suffix.lower())
+    if not path.exists():
+        raise NotFound(f"no such data file: {path}", code="data", hint=_near(path), path=path)
+    if path.is_dir():
+        raise NotFound(
+            f"{path} is a folder; a data file is wanted", code="data", hint=_inside(path), path=path
+        )
+    if read is None:
+        raise DataError(
+            f"{path} has the suffix {path.suffix or '(none)'}; known are {', '.join(_READERS)}",
+            code="suffix",
+            path=path,
+        )
+    content = read_small(fs.absolute(path), limit=MAX_BYTES, follow_links=True)
+    return _collect(path, read(content.removeprefix(_BOM), str(path)), content)
+
+
+def _collect(path: Path, rows: Iterable[tuple[int, _Row]], content: bytes) -> DataFile:
+    """Check that all rows share one format and gather their examples."""
+    examples: list[Example] = []
+    chosen: FormatName | None = None
+    first = count = 0
+    for number, row in rows:
+        count += 1
+        name = detect_format(list(row), source=str(path), row=number)
+        if chosen is None:
+            chosen, first = name, number
+        elif name != chosen:
+            raise DataError(
+                f"{path}: row {first} is {chosen}, row {number} is {name}; "
+                "a file holds rows of one format",
+                code="mixed",
+                path=path,
+                row=number,
+            )
+        examples += examples_of(row, chosen, source=str(path), number=number)
+    if chosen is None:
+        raise DataError(f"{path} holds no rows", code="empty_file", path=path)
+    distinct = {(example.prompt, example.completion) for example in examples}
+    return DataFile(
+        path=path,
+        format=chosen,
+        examples=tuple(examples),
+        rows=count,
+        duplicates=len(examples) - len(distinct),
+        sha256=hashlib.sha256(content).hexdigest(),
+    )
+
+
+def _read_jsonl(content: bytes, source: str) -> Iterator[tuple[int, _Row]]:
+    number = 0
+    for line_number, line in enumerate(content.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        number += 1
+        where = f"{source}, line {line_number}"
+        yield number, _object(strictjson.loads(line, source=where), where)
+
+
+def _read_json(content: bytes, source: str) -> Iterator[tuple[int, _Row]]:
+    """Read an array of objects, or one object per line as many `.json` files hold."""
+    if content.lstrip()[:1] == b"{":
+        yield from _read_jsonl(content, source)
+        return
+    if not content.strip():
+        return
+    rows = strictjson.loads(content, source=source, max_bytes=MAX_BYTES)
+    if not isinstance(rows, list):
+        raise DataError(
+            f"{source} must hold an array of objects, found {type(rows).__name__}", code="json"
+        )
+    for number, row in enumerate(rows, start=1):
+        yield number, _object(row, f"{source}, row {number}")
+
+
+def _read_csv(content: bytes, source: str) -> Iterator[tuple[int, _Row]]:
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{source} is not UTF-8: {error.reason} at byte {error.start}",
+            code="encoding",
+            hint="save it as `CSV UTF-8`",
+        ) from error
+    header = text.partition("\n")[0]
+    # Spreadsheets write semicolons where the comma is the decimal mark.
+    delimiter = max(",;\t", key=header.count)
+    # The module's limit is process-wide and too small for long texts.
+    csv.field_size_limit(_MAX_FIELD)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        columns = next(reader, [])
+        if len(set(columns)) != len(columns):
+            raise DataError(f"{source} has two columns of one name: {columns}", code="columns")
+        number = 0
+        for cells in reader:
+            if not cells:
+                continue
+            number += 1
+            if len(cells) != len(columns):
+                raise DataError(
+                    f"{source}, line {reader.line_num}: {len(cells)} cells, "
+                    f"the header has {len(columns)}",
+                    code="columns",
+                    row=number,
+                )
+            yield number, dict(zip(columns, cells, strict=True))
+    except csv.Error as error:
+        raise Damaged(f"{source}, line {reader.line_num}: {error}", code="csv") from error
+
+
+def _read_parquet(content: bytes, source: str) -> Iterator[tuple[int, _Row]]:
+    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    try:
+        file = pq.ParquetFile(io.BytesIO(content))
+        number = 0
+        for batch in file.iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+    except (pa.ArrowException, OSError) as error:
+        raise Damaged(f"{source} is not readable parquet: {error}", code="parquet") from error
+
+
+_READERS = {
+    ".json": _read_json,
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".parquet": _read_parquet,
+}
+
+
+def _object(value: Any, where: str) -> _Row:
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: expected an object, found {type(value).__name__}", code="json")
+    return value
+
+
+def _near(path: Path) -> str | None:
+    if not path.parent.is_dir():
+        return f"the folder {path.parent} does not exist"
+    names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
+    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
+    return f"similar: {', '.join(near)}" if near else None
+
+
+def _inside(path: Path) -> str | None:
+    names = sorted(entry.name for entry in path.iterdir() if entry.suffix.lower() in _READERS)
+    return f"it holds {', '.join(names[:5])}" if names else None

@@ -1,0 +1,255 @@
+"""Rows of data files as examples: which format a row is in, and what is learned from it.
+
+| format            | columns                                 | becomes                           |
+|-------------------|-----------------------------------------|-----------------------------------|
+| prompt/completion | prompt, completion: two strings         | one plain example                 |
+| prompt/completion | prompt, completion: lists of messages   | one example per assistant message |
+| messages          | messages: list of {role, content}       | one example per assistant message |
+| sharegpt          | conversations: list of {from, value}    | as messages                       |
+| alpaca            | instruction, output, input?, system?    | as messages                       |
+| text              | text                                    | one example, all of it is learned |
+
+All other columns are kept in `Example.extra`. Nothing is repaired, skipped or guessed: a row that
+does not fit is a `DataError` that names the row, what was found and what was expected.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from cgmerge.errors import DataError
+
+FormatName = Literal["prompt/completion", "messages", "sharegpt", "alpaca", "text"]
+
+# In this order: alpaca files often carry a rendered `text` column beside their own three, and
+# chat files a `prompt` beside `messages`.
+FORMATS: dict[FormatName, tuple[str, ...]] = {
+    "prompt/completion": ("prompt", "completion"),
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+}
+_OPTIONAL: dict[FormatName, tuple[str, ...]] = {
+    "sharegpt": ("system",),
+    "alpaca": ("input", "system", "history"),
+}
+_ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+}
+_NO_EXTRA: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation; `role` is `system`, `user` or `assistant`."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One thing to learn: what stands before, and what must follow.
+
+    Attributes:
+        prompt: A string, the messages before the answer, or None when all text is learned.
+        completion: What must follow (for `prompt=None` the whole text).
+        row: Number of the row in its file, from 1.
+        extra: The row's other columns, such as `skill` or `id`.
+    """
+
+    prompt: str | tuple[Message, ...] | None
+    completion: str
+    row: int = 1
+    extra: Mapping[str, Any] = field(default_factory=lambda: _NO_EXTRA, hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row with what its error messages need."""
+
+    source: str
+    number: int
+    values: Mapping[str, Any]
+
+    def wrong(self, what: str, *, code: str, hint: str | None = None) -> DataError:
+        return DataError(
+            f"{self.source}, row {self.number}: {what}", code=code, hint=hint, row=self.number
+        )
+
+    def text(self, column: str, *, required: bool = True) -> str:
+        value = self.values.get(column)
+        if value is None and not required:
+            return ""
+        if not isinstance(value, str):
+            raise self.wrong(f"{column!r} must be a string, found {_kind(value)}", code="type")
+        if required and not value.strip():
+            raise self.wrong(f"{column!r} is empty", code="empty", hint="remove or complete it")
+        return value
+
+
+def detect_format(columns: Sequence[str], *, source: str, row: int) -> FormatName:
+    """Name the format that a row's columns belong to.
+
+    Raises:
+        DataError: No format has these columns.
+    """
+    for name, needed in FORMATS.items():
+        if all(column in columns for column in needed):
+            return name
+    known = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in FORMATS.items())
+    raise DataError(
+        f"{source}, row {row}: no known format has the columns {', '.join(columns) or '(none)'}",
+        code="format",
+        hint=f"rename the columns to one of: {known}",
+        row=row,
+        found=list(columns),
+    )
+
+
+def examples_of(
+    values: Mapping[str, Any], format_name: FormatName, *, source: str, number: int
+) -> list[Example]:
+    """Turn one row into its examples.
+
+    Args:
+        values: Column to value.
+        format_name: From `detect_format`.
+        source: What to call the file in messages.
+        number: The row's number, from 1.
+
+    Returns:
+        At least one example.
+
+    Raises:
+        DataError: A value is missing, empty or of the wrong type.
+    """
+    row = _Row(source, number, values)
+    used = {*FORMATS[format_name], *_OPTIONAL.get(format_name, ())}
+    extra = MappingProxyType({key: item for key, item in values.items() if key not in used})
+    pairs = _READERS[format_name](row)
+    return [Example(prompt, completion, number, extra) for prompt, completion in pairs]
+
+
+_Pair = tuple[str | tuple[Message, ...] | None, str]
+
+
+def _prompt_completion(row: _Row) -> list[_Pair]:
+    prompt, completion = row.values["prompt"], row.values["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        before = _messages(row, "prompt", prompt, ("role", "content"))
+        answer = _messages(row, "completion", completion, ("role", "content"))
+        return _assistant_turns(row, before, answer)
+    if isinstance(prompt, list) or isinstance(completion, list):
+        raise row.wrong(
+            "'prompt' and 'completion' must both be strings or both be lists of messages, "
+            f"found {_kind(prompt)} and {_kind(completion)}",
+            code="type",
+        )
+    return [(row.text("prompt"), row.text("completion"))]
+
+
+def _chat(row: _Row) -> list[_Pair]:
+    messages = _messages(row, "messages", row.values["messages"], ("role", "content"))
+    return _assistant_turns(row, [], messages)
+
+
+def _sharegpt(row: _Row) -> list[_Pair]:
+    turns = _messages(row, "conversations", row.values["conversations"], ("from", "value"))
+    system = row.text("system", required=False)
+    before = [Message("system", system)] if system.strip() else []
+    return _assistant_turns(row, before, turns)
+
+
+def _alpaca(row: _Row) -> list[_Pair]:
+    instruction = row.text("instruction")
+    context = row.text("input", required=False)
+    system = row.text("system", required=False)
+    before = [Message("system", system)] if system.strip() else []
+    for turn in row.values.get("history") or []:
+        if not isinstance(turn, list) or [_kind(part) for part in turn] != ["string", "string"]:
+            raise row.wrong("'history' must be a list of [question, answer]", code="type")
+        before += [Message("user", turn[0]), Message("assistant", turn[1])]
+    question = f"{instruction}\n\n{context}" if context.strip() else instruction
+    return [((*before, Message("user", question)), row.text("output"))]
+
+
+def _text(row: _Row) -> list[_Pair]:
+    return [(None, row.text("text"))]
+
+
+_READERS: dict[FormatName, Callable[[_Row], list[_Pair]]] = {
+    "prompt/completion": _prompt_completion,
+    "messages": _chat,
+    "sharegpt": _sharegpt,
+    "alpaca": _alpaca,
+    "text": _text,
+}
+
+
+def _messages(row: _Row, column: str, value: Any, keys: tuple[str, str]) -> list[Message]:
+    role_key, text_key = keys
+    if not isinstance(value, list) or not value:
+        raise row.wrong(
+            f"{column!r} must be a list of {{{role_key}, {text_key}}}, found {_kind(value)}",
+            code="type",
+        )
+    result = []
+    for place, turn in enumerate(value, start=1):
+        where = f"{column!r}, message {place}"
+        if not isinstance(turn, dict) or role_key not in turn or text_key not in turn:
+            found = f"keys {', '.join(turn)}" if isinstance(turn, dict) else _kind(turn)
+            raise row.wrong(
+                f"{where} must hold {role_key!r} and {text_key!r}, found {found}", code="type"
+            )
+        role, content = turn[role_key], turn[text_key]
+        if not isinstance(role, str) or role not in _ROLES:
+            raise row.wrong(
+                f"{where} has the role {role!r}; known are {', '.join(_ROLES)}", code="role"
+            )
+        if not isinstance(content, str):
+            raise row.wrong(f"{where} must hold a string, found {_kind(content)}", code="type")
+        if not content.strip():
+            if _ROLES[role] == "system":
+                continue  # an empty system message says: none
+            raise row.wrong(f"{where} ({role}) is empty", code="empty")
+        result.append(Message(_ROLES[role], content))
+    return result
+
+
+def _assistant_turns(row: _Row, before: list[Message], turns: list[Message]) -> list[_Pair]:
+    pairs: list[_Pair] = []
+    for place, turn in enumerate(turns):
+        if turn.role != "assistant":
+            continue
+        context = (*before, *turns[:place])
+        if not any(message.role == "user" for message in context):
+            raise row.wrong(
+                "the first assistant message has no user message before it",
+                code="role",
+                hint="a conversation starts with the user (a system message may stand before)",
+            )
+        pairs.append((context, turn.content))
+    if not pairs:
+        raise row.wrong("there is no assistant message to learn from", code="role")
+    return pairs
+
+
+def _kind(value: Any) -> str:
+    names = {
+        type(None): "nothing",
+        str: "string",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        dict: "an object",
+    }
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    return names.get(type(value), type(value).__name__)
