@@ -1,0 +1,108 @@
+"""Pure tensor mathematics of merging: tensors in, tensors out.
+
+`merge_state_dicts` is the simple door; `engine` works on low-rank experts module by module.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cgmerge.errors import Damaged, Incompatible
+from cgmerge.merge.deltas import LowRank, inner, pad_rank, stack
+from cgmerge.merge.engine import Rule, make_rule, merge_dense, merge_factors, plan_rank
+from cgmerge.merge.lowrank import Truncated, truncate, truncate_dense
+from cgmerge.merge.registry import MethodSpec, all_methods, get_method
+
+__all__ = [
+    "LowRank",
+    "MethodSpec",
+    "Rule",
+    "Truncated",
+    "all_methods",
+    "get_method",
+    "inner",
+    "make_rule",
+    "merge_dense",
+    "merge_factors",
+    "merge_state_dicts",
+    "pad_rank",
+    "plan_rank",
+    "stack",
+    "truncate",
+    "truncate_dense",
+]
+
+
+def merge_state_dicts(
+    method: str,
+    deltas: Sequence[Mapping[str, Tensor]],
+    *,
+    weights: Sequence[float | None] | None = None,
+    params: Mapping[str, Any] | None = None,
+) -> dict[str, Tensor]:
+    """Merge plain task vectors with any registered method.
+
+    Args:
+        method: Name or alias, see `all_methods`.
+        deltas: One mapping per expert, name to ΔW (any shape, floating point); not modified.
+            A name that an expert lacks counts as zero for it.
+        weights: One per expert; None takes the method's default.
+        params: Parameters of the method, e.g. `{"density": 0.2, "scale": 1.0}`.
+
+    Returns:
+        Name to merged delta, names sorted, each in the (promoted) dtype and shape of its inputs.
+        Computed in float32, or float64 where an input is float64.
+
+    Raises:
+        UsageError: Unknown method or parameter, value out of range, wrong number of weights.
+        Incompatible: Shapes that differ, or tensors that are not floating point.
+        Damaged: NaN or infinity in an input.
+
+    Example:
+        >>> a, b = {"w": torch.tensor([1.0, -2.0])}, {"w": torch.tensor([3.0, 4.0])}
+        >>> merge_state_dicts("linear", [a, b])["w"]
+        tensor([2., 1.])
+    """
+    rule = make_rule(method, len(deltas), weights=weights, params=params)
+    kinds = _check(deltas)
+    double = any(dtype == torch.float64 for _, dtype in kinds.values())
+    compute = torch.float64 if double else torch.float32
+    return {
+        name: merged.reshape(kinds[name][0]).to(kinds[name][1])
+        for name, merged in merge_dense(rule, deltas, compute)
+    }
+
+
+def _check(
+    deltas: Sequence[Mapping[str, Tensor]],
+) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return shape and result dtype of every name, after checking that they fit together."""
+    kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    for number, expert in enumerate(deltas):
+        for name, tensor in expert.items():
+            if not tensor.is_floating_point():
+                raise Incompatible(
+                    f"expert {number}: {name!r} has dtype {tensor.dtype}, a float type is wanted",
+                    code="dtype",
+                    tensor=name,
+                )
+            if not torch.isfinite(tensor).all():
+                raise Damaged(
+                    f"expert {number}: {name!r} holds NaN or infinity",
+                    code="not_finite",
+                    tensor=name,
+                )
+            shape, dtype = kinds.get(name, (tensor.shape, tensor.dtype))
+            if shape != tensor.shape:
+                raise Incompatible(
+                    f"{name!r} has shape {list(tensor.shape)} in expert {number}, "
+                    f"{list(shape)} before",
+                    code="shape",
+                    tensor=name,
+                    expected=list(shape),
+                    found=list(tensor.shape),
+                )
+            kinds[name] = shape, torch.promote_types(dtype, tensor.dtype)
+    return kinds

@@ -1,0 +1,213 @@
+"""Deltas: what an expert adds to a weight, as factors or as plain tensors, in one small algebra.
+
+An expert's delta for a module is ΔW = scaling·B·A. Scaling is folded into B when the expert is
+read, so that everything here is `b @ a`. Methods that only need weighted sums stay in factors
+(`stack`); methods that look at single entries read the experts' dense deltas through `Blocks`, a
+stream that never holds more than one block of rows of all experts.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+BLOCK_ENTRIES = 1 << 17
+"""Entries (all experts together) in one block: small enough to stay in cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """ΔW = b @ a for one module.
+
+    Attributes:
+        a: Factor A, [rank, in].
+        b: Factor B with the scaling folded in, [out, rank].
+    """
+
+    a: Float[Tensor, "rank in"]
+    b: Float[Tensor, "out rank"]
+
+    @property
+    def rank(self) -> int:
+        """Return the number of rank-one terms (an upper bound of the matrix rank)."""
+        return self.a.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return (out, in)."""
+        return self.b.shape[0], self.a.shape[1]
+
+    def rows(self, first: int, last: int) -> Float[Tensor, "rows in"]:
+        """Return rows `first:last` of ΔW in the factors' dtype."""
+        return self.b[first:last] @ self.a
+
+    def dense(self) -> Float[Tensor, "out in"]:
+        """Return the whole ΔW."""
+        return self.b @ self.a
+
+    def norm(self) -> float:
+        """Return the Frobenius norm, from the Gram matrices of the factors (float64)."""
+        return max(inner(self, self), 0.0) ** 0.5
+
+
+def inner(x: LowRank, y: LowRank) -> float:
+    """Return ⟨X, Y⟩ = trace(XᵀY) without forming either matrix, in float64."""
+    left = x.b.double().T @ y.b.double()
+    right = x.a.double() @ y.a.double().T
+    return float((left * right).sum())
+
+
+def stack(deltas: Sequence[LowRank], coefficients: Sequence[float]) -> LowRank:
+    """Return Σ c_i·ΔW_i exactly, as factors of rank Σ r_i.
+
+    Args:
+        deltas: At least one, all of the same (out, in).
+        coefficients: One finite number each; a zero drops the term.
+    """
+    kept = [(d, c) for d, c in zip(deltas, coefficients, strict=True) if c != 0.0]
+    if not kept:
+        out, into = deltas[0].shape
+        like = deltas[0]
+        return LowRank(like.a.new_zeros(0, into), like.b.new_zeros(out, 0))
+    return LowRank(
+        torch.cat([delta.a for delta, _ in kept], dim=0),
+        torch.cat([delta.b * c for delta, c in kept], dim=1),
+    )
+
+
+def pad_rank(delta: LowRank, rank: int) -> LowRank:
+    """Append zero rows and columns up to `rank`; the product does not change."""
+    missing = rank - delta.rank
+    if missing <= 0:
+        return delta
+    out, into = delta.shape
+    return LowRank(
+        torch.cat([delta.a, delta.a.new_zeros(missing, into)], dim=0),
+        torch.cat([delta.b, delta.b.new_zeros(out, missing)], dim=1),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Consecutive entries of all experts' deltas.
+
+    Attributes:
+        name: Tensor the entries belong to.
+        start: Flat index of the first entry within the whole task vector (names sorted,
+            row-major), so that rules such as "lowest index first" do not depend on blocks.
+        values: [experts, rows, columns], float32 or float64; fresh memory, may be written to.
+    """
+
+    name: str
+    start: int
+    values: Float[Tensor, "experts rows columns"]
+
+
+class Blocks:
+    """All experts' deltas as a repeatable stream of row blocks; absent modules are zero.
+
+    Args:
+        experts: One mapping per expert, module name to `LowRank` or a tensor of any shape.
+        names: Which names to stream; default the sorted union. Positions (`Block.start`) always
+            count over the sorted union.
+        dtype: What blocks are computed in: float32, or float64 for float64 inputs.
+    """
+
+    def __init__(
+        self,
+        experts: Sequence[Mapping[str, LowRank | Tensor]],
+        *,
+        names: Sequence[str] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.experts = experts
+        self.dtype = dtype
+        self.all_names = sorted(set().union(*[set(expert) for expert in experts]))
+        self.names = self.all_names if names is None else list(names)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Return (rows, columns) of every name; a vector has one row, a scalar one entry."""
+        found = {}
+        for name in self.all_names:
+            delta = next(expert[name] for expert in self.experts if name in expert)
+            found[name] = _matrix_shape(delta)
+        return found
+
+    @property
+    def total(self) -> int:
+        """Return the number of entries that one expert has in this stream."""
+        return sum(self.shapes[name][0] * self.shapes[name][1] for name in self.names)
+
+    def __iter__(self) -> Iterator[Block]:
+        """Yield blocks in the order of names and rows."""
+        start = 0
+        wanted = set(self.names)
+        for name in self.all_names:
+            rows, columns = self.shapes[name]
+            if name in wanted:
+                yield from self._module(name, start)
+            start += rows * columns
+
+    def only(self, name: str) -> "Blocks":
+        """Return the same stream restricted to one name."""
+        part = copy.copy(self)  # keeps the cached shapes
+        part.names = [name]
+        return part
+
+    def sample(self, share: int) -> Float[Tensor, "experts entries"]:
+        """Return every `share`-th row (at least one per tensor), evenly spaced, of all experts."""
+        parts = []
+        for name in self.names:
+            rows, _ = self.shapes[name]
+            deltas = self._pick(name)
+            step = max(1, min(share, rows))
+            for row in range(step // 2, rows, step):
+                parts.append(self._values(deltas, name, row, row + 1).flatten(1))
+        return torch.cat(parts, dim=1)
+
+    def _module(self, name: str, start: int) -> Iterator[Block]:
+        rows, columns = self.shapes[name]
+        deltas = self._pick(name)
+        step = max(1, BLOCK_ENTRIES // max(1, columns * len(self.experts)))
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
+            yield Block(name, start + first * columns, self._values(deltas, name, first, last))
+
+    def _pick(self, name: str) -> list[LowRank | Tensor | None]:
+        """Fetch one module of every expert once (experts may read from disk on access)."""
+        return [expert[name] if name in expert else None for expert in self.experts]
+
+    def _values(
+        self, deltas: Sequence[LowRank | Tensor | None], name: str, first: int, last: int
+    ) -> Float[Tensor, "experts rows columns"]:
+        device = next(_device(delta) for delta in deltas if delta is not None)
+        shape = (len(deltas), last - first, self.shapes[name][1])
+        values = torch.empty(shape, dtype=self.dtype, device=device)
+        for place, delta in zip(values, deltas, strict=True):
+            if delta is None:
+                place.zero_()
+            elif isinstance(delta, LowRank):
+                b, a = delta.b[first:last].to(self.dtype), delta.a.to(self.dtype)
+                torch.mm(b, a, out=place)
+            else:
+                place.copy_(delta.reshape(_matrix_shape(delta))[first:last])
+        return values
+
+
+def _device(delta: LowRank | Tensor) -> torch.device:
+    return delta.a.device if isinstance(delta, LowRank) else delta.device
+
+
+def _matrix_shape(delta: LowRank | Tensor) -> tuple[int, int]:
+    shape = tuple(delta.shape)
+    if len(shape) == 0:
+        return 1, 1
+    if len(shape) == 1:
+        return 1, shape[0]
+    return shape[0], int(torch.Size(shape[1:]).numel())
+

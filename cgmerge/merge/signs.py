@@ -1,0 +1,40 @@
+"""Sign election and the mean of those who agree, shared by TIES and its relatives."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def elect(values: Float[Tensor, "experts *shape"]) -> Float[Tensor, "*shape"]:
+    """Return the sign of the sum over experts: -1, 0 or +1 (0 where the sum is exactly 0)."""
+    total = values[0].clone()
+    for value in values[1:]:  # much faster than a reduction over the first axis
+        total += value
+    return total.sign_()
+
+
+def disjoint_mean(
+    values: Float[Tensor, "experts *shape"],
+    weights: Sequence[float],
+    signs: Float[Tensor, "*shape"],
+) -> Float[Tensor, "*shape"]:
+    """Average, entry by entry, only the experts whose sign is the elected one.
+
+    Args:
+        values: w_e·ΔW_e, zero where trimmed.
+        weights: |w_e|, what each agreeing expert counts for.
+        signs: The elected signs; entries with sign 0 give 0.
+
+    Returns:
+        Σ_agree w_e·ΔW_e / Σ_agree |w_e|; 0 where nobody agrees.
+    """
+    total = torch.zeros_like(signs)
+    count = torch.zeros_like(signs)
+    for value, weight in zip(values, weights, strict=True):
+        # Positive where value and elected sign agree, 0 elsewhere; exact, since signs are ±1 or 0.
+        agreeing = (value * signs).relu_()
+        total += agreeing
+        count.add_(agreeing.sign_(), alpha=weight)
+    return total.mul_(signs).div_(count.clamp_min_(torch.finfo(total.dtype).tiny))

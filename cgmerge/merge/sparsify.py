@@ -1,0 +1,202 @@
+"""Trim: keep the k entries of largest magnitude, exactly k, lowest index first among equals.
+
+The k-th largest magnitude is found by radix selection on the bit patterns of |x| (for
+non-negative floats their order is the order of the numbers): a histogram over a bracket of
+patterns, narrowed until it holds one pattern. A small sample gives the first bracket, so that one
+pass over the stream is enough for ordinary data; memory does not depend on the data.
+"""
+
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from cgmerge.merge.deltas import Blocks
+
+_BINS = 1 << 20
+_SAMPLE_SLACK = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where one expert is cut: keep |x| > value, and |x| == value up to flat index `last`."""
+
+    value: float
+    below: float
+    """The next smaller number of the same float type: |x| > below is |x| >= value."""
+    last: int | None
+    """Flat index of the last kept entry among those equal to `value`; None keeps all of them."""
+
+
+_NO_CUT = Cut(0.0, 0.0, None)
+
+
+def count_kept(density: float, total: int) -> int:
+    """Return ⌊density·total⌋ in exact decimal arithmetic, at least 1.
+
+    `0.29 * 100` is 28.999… in binary; the user wrote 0.29 and means 29.
+    """
+    return max(1, min(total, int(Decimal(repr(density)) * total)))
+
+
+def top_k_cuts(blocks: Blocks, density: float) -> list[Cut]:
+    """Find, for each expert, the cut that keeps the top `density` share of its whole task vector.
+
+    Args:
+        blocks: The stream; read one to four times.
+        density: In (0, 1].
+
+    Returns:
+        One cut per expert. All zeros, or density 1: everything is kept.
+    """
+    total = blocks.total
+    kept = count_kept(density, total)
+    if kept >= total:
+        return [_NO_CUT for _ in blocks.experts]
+    double = blocks.dtype == torch.float64
+    searches = [_Search(kept, double=double) for _ in blocks.experts]
+    share = max(1, total // 500_000)
+    if share > 1:
+        for values, search in zip(blocks.sample(share), searches, strict=True):
+            search.narrow_by_sample(values, kept / total)
+    while any(not search.done for search in searches):
+        for block in blocks:
+            for values, search in zip(block.values, searches, strict=True):
+                if not search.done:
+                    search.count(values)
+        for search in searches:
+            if not search.done:
+                search.narrow()
+    return _with_last_index(blocks, searches)
+
+
+def trim_(values: Float[Tensor, "rows columns"], start: int, cut: Cut) -> None:
+    """Set to zero, in place, what does not survive the cut.
+
+    Args:
+        values: The block of one expert.
+        start: Flat index of its first entry.
+        cut: From `top_k_cuts`.
+    """
+    if cut.value <= 0:
+        return
+    if cut.last is not None and start + values.numel() - 1 > cut.last:
+        flat = values.reshape(-1)
+        late = flat[max(cut.last - start + 1, 0) :]
+        late[late.abs() == cut.value] = 0
+    values.copy_(torch.nn.functional.hardshrink(values, cut.below))
+
+
+class _Search:
+    """Radix selection of the k-th largest bit pattern of one expert."""
+
+    def __init__(self, kept: int, *, double: bool) -> None:
+        self.kept = kept
+        self.bits: type[np.signedinteger[Any]] = np.int64 if double else np.int32
+        self.unsigned = np.uint64 if double else np.uint32
+        self.top = 0x7FF0_0000_0000_0001 if double else 0x7F80_0001  # one above +inf
+        self.low, self.high = 0, self.top
+        self.done = False
+        self.missing_ties = 0
+        self.ties = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.shift = max(0, (self.high - self.low - 1).bit_length() - (_BINS.bit_length() - 1))
+        bins = ((self.high - self.low - 1) >> self.shift) + 1
+        self.above = 0
+        self.histogram = np.zeros(bins, dtype=np.int64)
+        self.waiting: list[np.ndarray[Any, Any]] = []
+        self.waiting_size = 0
+
+    def narrow_by_sample(self, values: Tensor, share: float) -> None:
+        """Guess a bracket that very likely holds the k-th value; `narrow` corrects a wrong one."""
+        ordered = np.sort(self.patterns(values))[::-1]
+        count = ordered.size
+        slack = max(_SAMPLE_SLACK, 30.0 / count)
+        first = min(count - 1, max(0, int((share - slack) * count)))
+        last = min(count - 1, int((share + slack) * count))
+        high, low = int(ordered[first]) + 1, int(ordered[last])
+        self.high = self.top if share <= slack else high
+        self.low = 0 if share + slack >= 1 else low
+        self._reset()
+
+    def count(self, values: Tensor) -> None:
+        """Add one block to the histogram of the bracket."""
+        # numpy: its boolean selection is many times faster than torch's on one thread.
+        offsets = self.patterns(values) - self.low
+        width = self.high - self.low
+        inside = offsets[offsets.view(self.unsigned) < width]
+        self.above += int(np.count_nonzero(offsets >= width))
+        self.waiting.append(inside >> self.shift)
+        self.waiting_size += inside.size
+        if self.waiting_size > _BINS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self.waiting:
+            found = np.concatenate(self.waiting)
+            self.histogram += np.bincount(found, minlength=self.histogram.size)
+        self.waiting, self.waiting_size = [], 0
+
+    def narrow(self) -> None:
+        """Move to the right bracket, or into the right bin of it, or finish."""
+        self._flush()
+        inside = int(self.histogram.sum())
+        if self.above >= self.kept:
+            self.low, self.high = self.high, self.top
+        elif self.above + inside < self.kept:
+            self.low, self.high = 0, self.low
+        else:
+            # Entries at or above each bin, from the top down.
+            reached = self.histogram[::-1].cumsum()
+            place = int(np.searchsorted(reached, self.kept - self.above))
+            bin_index = self.histogram.size - 1 - place
+            higher = int(reached[place - 1]) if place else 0
+            if self.shift == 0:
+                self.low += bin_index
+                self.ties = int(self.histogram[bin_index])
+                self.missing_ties = self.kept - self.above - higher
+                self.done = True
+                return
+            self.high = min(self.high, self.low + ((bin_index + 1) << self.shift))
+            self.low += bin_index << self.shift
+        self._reset()
+
+    def cut(self, last: int | None) -> Cut:
+        """Turn the found bit pattern into a cut."""
+        if self.low == 0:
+            return _NO_CUT
+        number = np.float64 if self.bits is np.int64 else np.float32
+        below, value = np.array([self.low - 1, self.low], dtype=self.bits).view(number)
+        return Cut(float(value), float(below), last)
+
+    def patterns(self, values: Tensor) -> np.ndarray[Any, Any]:
+        """Return the bit patterns of the magnitudes, flat."""
+        return values.abs().cpu().numpy().reshape(-1).view(self.bits)
+
+
+def _with_last_index(blocks: Blocks, searches: list[_Search]) -> list[Cut]:
+    """Turn "the first m of the equal ones" into a flat index, reading again only if needed."""
+    left = [s.missing_ties if s.missing_ties < s.ties else 0 for s in searches]
+    last: list[int | None] = [None] * len(searches)
+    # An equal value of zero need not be counted: zeros are the same kept or not.
+    left = [0 if s.low == 0 else n for s, n in zip(searches, left, strict=True)]
+    if any(left):
+        for block in blocks:
+            for i, search in enumerate(searches):
+                if left[i]:
+                    equal = np.flatnonzero(search.patterns(block.values[i]) == search.low)
+                    if equal.size >= left[i]:
+                        last[i] = block.start + int(equal[left[i] - 1])
+                        left[i] = 0
+                    else:
+                        left[i] -= equal.size
+            if not any(left):
+                break
+    return [s.cut(index) for s, index in zip(searches, last, strict=True)]
+
