@@ -11,12 +11,13 @@ from torch import Tensor
 
 from cgmerge.errors import Damaged, Incompatible
 from cgmerge.merge.deltas import LowRank, inner, pad_rank, stack
-from cgmerge.merge.engine import Rule, make_rule, merge_dense, merge_factors, plan_rank
+from cgmerge.merge.engine import Merger, Rule, make_rule, plan_rank
 from cgmerge.merge.lowrank import Truncated, truncate, truncate_dense
 from cgmerge.merge.registry import MethodSpec, all_methods, get_method
 
 __all__ = [
     "LowRank",
+    "Merger",
     "MethodSpec",
     "Rule",
     "Truncated",
@@ -24,8 +25,6 @@ __all__ = [
     "get_method",
     "inner",
     "make_rule",
-    "merge_dense",
-    "merge_factors",
     "merge_state_dicts",
     "pad_rank",
     "plan_rank",
@@ -69,9 +68,10 @@ def merge_state_dicts(
     kinds = _check(deltas)
     double = any(dtype == torch.float64 for _, dtype in kinds.values())
     compute = torch.float64 if double else torch.float32
+    merger = Merger(rule, deltas, compute)
     return {
-        name: merged.reshape(kinds[name][0]).to(kinds[name][1])
-        for name, merged in merge_dense(rule, deltas, compute)
+        name: merger.dense(name).reshape(kinds[name][0]).to(kinds[name][1])
+        for name in merger.names
     }
 
 

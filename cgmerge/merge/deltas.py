@@ -79,6 +79,14 @@ def stack(deltas: Sequence[LowRank], coefficients: Sequence[float]) -> LowRank:
     )
 
 
+def sizes_of(expert: Mapping[str, LowRank]) -> dict[str, tuple[int, int, int]]:
+    """Return (out, in, rank) of every module; experts on disk know it without reading weights."""
+    known = getattr(expert, "sizes", None)
+    if isinstance(known, dict):
+        return known
+    return {name: (*delta.shape, delta.rank) for name, delta in expert.items()}
+
+
 def pad_rank(delta: LowRank, rank: int) -> LowRank:
     """Append zero rows and columns up to `rank`; the product does not change."""
     missing = rank - delta.rank
@@ -132,10 +140,12 @@ class Blocks:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Return (rows, columns) of every name; a vector has one row, a scalar one entry."""
-        found = {}
-        for name in self.all_names:
-            delta = next(expert[name] for expert in self.experts if name in expert)
-            found[name] = _matrix_shape(delta)
+        found: dict[str, tuple[int, int]] = {}
+        for expert in self.experts:
+            known = getattr(expert, "sizes", None)
+            for name in expert:
+                if name not in found:
+                    found[name] = known[name][:2] if known else _matrix_shape(expert[name])
         return found
 
     @property
@@ -164,7 +174,7 @@ class Blocks:
         parts = []
         for name in self.names:
             rows, _ = self.shapes[name]
-            deltas = self._pick(name)
+            deltas = self.fetch(name)
             step = max(1, min(share, rows))
             for row in range(step // 2, rows, step):
                 parts.append(self._values(deltas, name, row, row + 1).flatten(1))
@@ -172,14 +182,14 @@ class Blocks:
 
     def _module(self, name: str, start: int) -> Iterator[Block]:
         rows, columns = self.shapes[name]
-        deltas = self._pick(name)
+        deltas = self.fetch(name)
         step = max(1, BLOCK_ENTRIES // max(1, columns * len(self.experts)))
         for first in range(0, rows, step):
             last = min(first + step, rows)
             yield Block(name, start + first * columns, self._values(deltas, name, first, last))
 
-    def _pick(self, name: str) -> list[LowRank | Tensor | None]:
-        """Fetch one module of every expert once (experts may read from disk on access)."""
+    def fetch(self, name: str) -> list[LowRank | Tensor | None]:
+        """Return one module of every expert, None where absent (may read from disk)."""
         return [expert[name] if name in expert else None for expert in self.experts]
 
     def _values(

@@ -7,20 +7,21 @@ all experts, whatever the size of the model.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from cgmerge.errors import UsageError
-from cgmerge.merge.deltas import Block, Blocks, LowRank, stack
+from cgmerge.merge.deltas import Block, Blocks, LowRank, sizes_of, stack
 from cgmerge.merge.lowrank import Truncated, truncate, truncate_dense
 from cgmerge.merge.registry import MethodSpec, Params, get_method
 
 AUTO_RANK_LIMIT = 64
 """`auto` never goes beyond this rank unless an expert does: servers load 64 without options."""
 
-T = TypeVar("T")
 RankRule = int | Literal["exact", "auto"]
 LowRankExpert = Mapping[str, LowRank]
 
@@ -75,37 +76,77 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def merge_factors(
-    rule: Rule, experts: Sequence[LowRankExpert], rank: int
-) -> Iterator[tuple[str, Truncated]]:
-    """Merge module by module to factors of rank at most `rank`.
+class Merger:
+    """One merge, module by module and in any order.
 
     Args:
         rule: From `make_rule`.
-        experts: One mapping per expert; modules may differ (absent is zero) and so may ranks.
-        rank: From `plan_rank`.
-
-    Yields:
-        Module name, merged factors and the error of the truncation; names sorted.
+        experts: One mapping per expert, module name to factors (or plain tensors of any shape);
+            modules may differ (absent is zero) and so may ranks.
+        dtype: What is computed in: float32, or float64 for float64 inputs.
     """
-    return _stepwise(_factors(rule, experts, rank))
 
+    def __init__(
+        self,
+        rule: Rule,
+        experts: Sequence[Mapping[str, LowRank | Tensor]],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.rule = rule
+        self.blocks = Blocks(experts, dtype=dtype)
 
-def merge_dense(
-    rule: Rule, experts: Sequence[Mapping[str, LowRank | Tensor]], dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
-    """Merge module by module to dense deltas, with no truncation at all.
+    @property
+    def names(self) -> list[str]:
+        """Return the modules that any expert touches, sorted."""
+        return self.blocks.names
 
-    Args:
-        rule: From `make_rule`.
-        experts: Factors or plain tensors of any shape.
-        dtype: float32, or float64 to compute and return in double.
+    @cached_property
+    def state(self) -> Mapping[str, Any]:
+        """Look at the whole stream once, where the method needs to (thresholds and the like)."""
+        prepare = self.rule.spec.prepare
+        if prepare is None:
+            return {}
+        with one_thread():
+            found: Mapping[str, Any] = prepare(self.blocks, self.rule.weights, self.rule.params)
+            return found
 
-    Yields:
-        Name and merged delta, [out, in] (tensors: flattened to a matrix), names sorted.
-    """
-    blocks = Blocks(experts, dtype=dtype)
-    return _stepwise(_summed(rule, blocks) if rule.spec.linear else _entrywise(rule, blocks))
+    def dense(self, name: str) -> Float[Tensor, "out in"]:
+        """Return one module's merged delta, with no truncation at all (tensors: as a matrix)."""
+        spec, rule = self.rule.spec, self.rule
+        if spec.linear:
+            factors = torch.tensor(_coefficients(rule), dtype=self.blocks.dtype)
+            return self._assemble(name, lambda block: _weighted_sum(block.values, factors))
+        kernel, known = spec.kernel, self.state.get(name)
+        assert kernel is not None
+        return self._assemble(name, lambda block: kernel(block, rule.weights, rule.params, known))
+
+    def factors(self, name: str, rank: int) -> Truncated:
+        """Return one module's merged delta at rank at most `rank`, and the error of that.
+
+        Args:
+            name: A module that every expert holds as `LowRank` or not at all.
+            rank: From `plan_rank`.
+        """
+        present = self.blocks.fetch(name)
+        kept = [(d, i) for i, d in enumerate(present) if isinstance(d, LowRank)]
+        deltas = [delta for delta, _ in kept]
+        if self.rule.spec.linear:
+            coefficients = _coefficients(self.rule)
+            with one_thread():
+                return truncate(stack(deltas, [coefficients[i] for _, i in kept]), rank)
+        matrix = self.dense(name)
+        with one_thread():
+            return truncate_dense(matrix, rank, torch.cat([delta.a for delta in deltas]))
+
+    def _assemble(self, name: str, merge: Callable[[Block], Tensor]) -> Tensor:
+        with one_thread():
+            merged = torch.empty(self.blocks.shapes[name], dtype=self.blocks.dtype)
+            row = 0
+            for block in self.blocks.only(name):
+                count = block.values.shape[1]
+                merged[row : row + count] = merge(block)
+                row += count
+            return merged
 
 
 def plan_rank(rule: Rule, experts: Sequence[LowRankExpert], rank: RankRule) -> int:
@@ -130,75 +171,16 @@ def plan_rank(rule: Rule, experts: Sequence[LowRankExpert], rank: RankRule) -> i
             code="rank",
             hint="give a rank (the error is measured), or --as model to keep everything",
         )
-    names = sorted(set().union(*[set(expert) for expert in experts]))
-    needed, largest = 1, 1
-    for name in names:
-        present = [expert[name] for expert in experts if name in expert]
-        ranks = [delta.rank for delta in present]
-        needed = max(needed, min(sum(ranks), *present[0].shape))
-        largest = max(largest, *ranks)
+    totals: dict[str, int] = {}
+    limits: dict[str, int] = {}
+    largest = 1
+    for expert in experts:
+        for name, (out, into, own) in sizes_of(expert).items():
+            totals[name] = totals.get(name, 0) + own
+            limits[name] = min(out, into)
+            largest = max(largest, own)
+    needed = max((min(totals[name], limits[name]) for name in totals), default=1)
     return needed if rank == "exact" else min(needed, max(AUTO_RANK_LIMIT, largest))
-
-
-def _stepwise(steps: Iterator[T]) -> Iterator[T]:
-    """Run each step of a generator under `one_thread`, and the consumer outside it."""
-    while True:
-        with one_thread():
-            try:
-                item = next(steps)
-            except StopIteration:
-                return
-        yield item
-
-
-def _factors(
-    rule: Rule, experts: Sequence[LowRankExpert], rank: int
-) -> Iterator[tuple[str, Truncated]]:
-    if rule.spec.linear:
-        for name, delta in _linear(rule, experts):
-            yield name, truncate(delta, rank)
-        return
-    for name, matrix in _entrywise(rule, Blocks(experts)):
-        present = [expert[name].a for expert in experts if name in expert]
-        yield name, truncate_dense(matrix, rank, torch.cat(present))
-
-
-def _summed(rule: Rule, blocks: Blocks) -> Iterator[tuple[str, Tensor]]:
-    factors = torch.tensor(_coefficients(rule), dtype=blocks.dtype)
-    for name in blocks.names:
-        yield name, _assemble(blocks, name, lambda block: _weighted_sum(block.values, factors))
-
-
-def _assemble(blocks: Blocks, name: str, merge: Callable[[Block], Tensor]) -> Tensor:
-    """Merge one module block by block into its dense delta."""
-    merged = torch.empty(blocks.shapes[name], dtype=blocks.dtype)
-    row = 0
-    for block in blocks.only(name):
-        count = block.values.shape[1]
-        merged[row : row + count] = merge(block)
-        row += count
-    return merged
-
-
-def _linear(rule: Rule, experts: Sequence[LowRankExpert]) -> Iterator[tuple[str, LowRank]]:
-    coefficients = _coefficients(rule)
-    for name in sorted(set().union(*[set(expert) for expert in experts])):
-        pairs = [(e[name], c) for e, c in zip(experts, coefficients, strict=True) if name in e]
-        yield name, stack([delta for delta, _ in pairs], [c for _, c in pairs])
-
-
-def _entrywise(rule: Rule, blocks: Blocks) -> Iterator[tuple[str, Tensor]]:
-    spec = rule.spec
-    state = spec.prepare(blocks, rule.weights, rule.params) if spec.prepare else {}
-    kernel = spec.kernel
-    assert kernel is not None
-    for name in blocks.names:
-        known = state.get(name)
-        yield name, _assemble(
-            blocks,
-            name,
-            lambda block, known=known: kernel(block, rule.weights, rule.params, known),
-        )
 
 
 def _coefficients(rule: Rule) -> list[float]:

@@ -1,0 +1,386 @@
+"""Experts: PEFT LoRA folders, read lazily and strictly, without importing peft.
+
+Opening reads headers, config and card only. `Expert.deltas` checks that tensors and base modules
+fit one to one and gives a lazy mapping from module path to ΔW = b @ a with the scaling folded in.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cgmerge import strictjson
+from cgmerge.errors import Damaged, Incompatible, LimitExceeded, NotFound, Unsafe
+from cgmerge.modules.adapter_config import MAX_RANK, AdapterConfig, parse_adapter_config
+from cgmerge.modules.base import Base, ModuleShape
+from cgmerge.modules.card import ExpertCard, read_card
+from cgmerge.refs import local_folder
+from cgmerge.tensorfile import TensorFile, TensorInfo, read_small
+
+if TYPE_CHECKING:
+    import torch
+
+    from cgmerge.merge.deltas import LowRank
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+MAX_HEADER_BYTES = 4 << 20
+MAX_TENSORS = 20_000
+_LORA = re.compile(r"(?P<path>.+)\.lora_(?P<factor>[AB])\.weight")
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+# Prefixes by which the same module is known in a checkpoint file and in the loaded model.
+_VARIANTS = ("", "transformer.", "model.")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The two factors of one module as the file holds them."""
+
+    a: str
+    b: str
+    rank: int
+    out_features: int
+    in_features: int
+    scaling: float
+
+
+@dataclass(frozen=True)
+class Expert:
+    """One LoRA adapter folder.
+
+    Attributes:
+        ref: What the user wrote.
+        name: The skill from the card, else the folder's name.
+        folder: Absolute path.
+        config: The checked adapter_config.json.
+        card: expert.json, or None for an adapter from another tool.
+        digest: sha256 over weights and config.
+        pairs: Module path (as in the model) to its factors.
+    """
+
+    ref: str
+    name: str
+    folder: Path
+    config: AdapterConfig
+    card: ExpertCard | None
+    pairs: dict[str, Pair]
+    file: TensorFile = field(repr=False)
+    warnings: tuple[str, ...] = ()
+
+    @cached_property
+    def digest(self) -> str:
+        """Return the sha256 over both files that decide what the expert computes."""
+        config = hashlib.sha256(read_small(self.folder / CONFIG)).hexdigest()
+        return hashlib.sha256(f"{self.file.sha256()}\n{config}\n".encode()).hexdigest()
+
+    @property
+    def ranks(self) -> list[int]:
+        """Return the different ranks that occur, sorted."""
+        return sorted({pair.rank for pair in self.pairs.values()})
+
+    @property
+    def base_fingerprint(self) -> str | None:
+        """Return the fingerprint of the base it was trained on, where the card tells."""
+        return self.card.base.fingerprint if self.card else None
+
+    def deltas(self, base: Base | None = None, *, force_base: bool = False) -> "ExpertDeltas":
+        """Return the expert's task vector, checked against the base where there is one.
+
+        Args:
+            base: The base to check names, shapes and fingerprint against.
+            force_base: Accept another fingerprint (the shapes must still fit).
+
+        Raises:
+            Incompatible: Another base, or names and shapes that do not fit one to one.
+        """
+        if base is not None:
+            self._check_fingerprint(base, force=force_base)
+            check_modules(self, base)
+        return ExpertDeltas(self)
+
+    def _check_fingerprint(self, base: Base, *, force: bool) -> None:
+        expected = self.base_fingerprint
+        if expected is None or force or expected == base.fingerprint:
+            return
+        raise Incompatible(
+            f"{self.folder} was trained on another base: {self.card.base.name if self.card else ''}"
+            f" {expected}, but {base.ref} is {base.fingerprint}",
+            code="base",
+            hint="pass the base it was trained on; --force-base overrides and is recorded",
+            path=self.folder,
+            expected=expected,
+            found=base.fingerprint,
+        )
+
+
+class ExpertDeltas(Mapping[str, "LowRank"]):
+    """Module path to ΔW, read from disk each time it is asked for."""
+
+    def __init__(self, expert: Expert) -> None:
+        self.expert = expert
+
+    @cached_property
+    def sizes(self) -> dict[str, tuple[int, int, int]]:
+        """Return (out, in, rank) of every module, without reading weights."""
+        return {
+            path: (pair.out_features, pair.in_features, pair.rank)
+            for path, pair in self.expert.pairs.items()
+        }
+
+    def __getitem__(self, path: str) -> "LowRank":
+        from cgmerge.merge.deltas import LowRank
+
+        pair = self.expert.pairs[path]
+        a = self._read(pair.a)
+        b = self._read(pair.b)
+        return LowRank(a, b if pair.scaling == 1.0 else b * pair.scaling)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.expert.pairs)
+
+    def __len__(self) -> int:
+        return len(self.expert.pairs)
+
+    def _read(self, name: str) -> "torch.Tensor":
+        import torch
+
+        tensor = self.expert.file.read(name).to(torch.float32)
+        bad = int((~torch.isfinite(tensor)).sum())
+        if bad:
+            raise Damaged(
+                f"{self.expert.file.path}: tensor {name!r} holds {bad} values that are NaN or"
+                " infinite",
+                code="not_finite",
+                hint="the expert is broken (often a diverged training); train it again",
+                path=self.expert.file.path,
+                tensor=name,
+                found=bad,
+            )
+        return tensor
+
+
+def open_expert(ref: str) -> Expert:
+    """Open an adapter folder: headers, config and card; no weights are read.
+
+    Args:
+        ref: A local folder, or `hf://user/repo[@revision]`.
+
+    Raises:
+        NotFound: No such folder, or no adapter in it.
+        Unsafe: Pickle weights, links, full weights, patterns or imports in the config.
+        Damaged: Truncated or altered files, values out of range, an adapter without tensors.
+        Incompatible: Features that a plain LoRA delta cannot hold.
+    """
+    folder = local_folder(ref, what="expert")
+    _check_present(folder)
+    raw = strictjson.loads_object(
+        read_small(folder / CONFIG, limit=1 << 20), source=str(folder / CONFIG)
+    )
+    config = parse_adapter_config(raw, source=str(folder / CONFIG))
+    card = read_card(folder)
+    file = TensorFile(folder / WEIGHTS, max_header=MAX_HEADER_BYTES)
+    try:
+        pairs = _pair_up(file, config)
+    except BaseException:
+        file.close()
+        raise
+    warnings = ()
+    if (folder / "adapter_model.bin").exists():
+        warnings = (f"{folder}: adapter_model.bin (pickle) is ignored",)
+    name = card.skill if card else folder.name
+    return Expert(ref, name, folder, config, card, pairs, file, warnings)
+
+
+def check_modules(expert: Expert, base: Base) -> dict[str, ModuleShape]:
+    """Match the expert's modules with the base's, one to one.
+
+    Returns:
+        Module path (as in the expert) to the base module.
+
+    Raises:
+        Incompatible: Unmatched names (five of each side, with a suggestion) or other shapes.
+    """
+    matched = _match(expert, base)
+    wrong = [
+        f"{path}: expert {pair.out_features}×{pair.in_features},"
+        f" base {shape.out_features}×{shape.in_features}"
+        for path, pair in expert.pairs.items()
+        if (shape := matched[path])
+        and (pair.out_features, pair.in_features) != (shape.out_features, shape.in_features)
+    ]
+    if wrong:
+        raise Incompatible(
+            f"{expert.folder} does not fit {base.ref}; {len(wrong)} of {len(expert.pairs)} modules"
+            f" have other shapes (out×in):\n  " + "\n  ".join(wrong[:5]),
+            code="shape",
+            hint="pass the base that the expert was trained on",
+            path=expert.folder,
+            found=wrong[:5],
+        )
+    return matched
+
+
+def _match(expert: Expert, base: Base) -> dict[str, ModuleShape]:
+    modules = base.modules
+    for variant in _VARIANTS:
+        names = {path: path.removeprefix(variant) for path in expert.pairs}
+        if all(name in modules for name in names.values()):
+            return {path: modules[name] for path, name in names.items()}
+    unmatched = [path for path in expert.pairs if path not in modules]
+    leaves = {path.rsplit(".", 1)[-1] for path in expert.pairs}
+    free = [p for p in modules if p not in expert.pairs and p.rsplit(".", 1)[-1] in leaves]
+    raise Incompatible(
+        f"{expert.folder}: {len(unmatched)} of {len(expert.pairs)} modules are not in {base.ref}"
+        f"\n  only in the expert: {', '.join(unmatched[:5])}"
+        f"\n  only in the base:   {', '.join(free[:5]) or '(nothing of that kind)'}",
+        code="modules",
+        hint=_suggest_prefix(unmatched[0], modules),
+        path=expert.folder,
+        expected=free[:5],
+        found=unmatched[:5],
+    )
+
+
+def _suggest_prefix(path: str, modules: Mapping[str, ModuleShape]) -> str:
+    """Find a base module that differs from `path` only in how the name begins."""
+    for name in modules:
+        if name.endswith("." + path):
+            return f"the tensor names lack `{name[: -len(path)]}` after `{PREFIX}`"
+        if path.endswith("." + name):
+            return f"the tensor names have `{path[: -len(name)]}` too much after `{PREFIX}`"
+    return "pass the base that the expert was trained on"
+
+
+def _check_present(folder: Path) -> None:
+    if not (folder / CONFIG).exists():
+        below = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
+        inside = sorted(entry.name for entry in folder.iterdir())[:8]
+        raise NotFound(
+            f"{folder} holds no {CONFIG}, so it is no expert",
+            code="expert",
+            hint=f"there are experts in {', '.join(below)}" if below else None,
+            path=folder,
+            found=inside,
+        )
+    if not (folder / WEIGHTS).exists():
+        pickles = [*folder.glob("adapter_model.*"), *folder.glob("*.bin"), *folder.glob("*.pt")]
+        if pickles:
+            raise Unsafe(
+                f"{folder} holds its weights as {pickles[0].name}, a format that can run code",
+                code="pickle",
+                hint="convert it where you trust it: load it with PEFT and save_pretrained()",
+                path=pickles[0],
+            )
+        raise NotFound(f"{folder} holds no {WEIGHTS}", code="expert", path=folder)
+
+
+def _pair_up(file: TensorFile, config: AdapterConfig) -> dict[str, Pair]:
+    """Check every tensor name and shape of the file and form the pairs."""
+    if not file.infos:
+        raise Damaged(f"{file.path} contains no tensors", code="empty", path=file.path)
+    if len(file.infos) > MAX_TENSORS:
+        raise LimitExceeded(
+            f"{file.path} holds {len(file.infos):,} tensors; the limit is {MAX_TENSORS:,}",
+            code="tensors",
+            path=file.path,
+        )
+    _check_names(file)
+    found: dict[str, dict[str, tuple[str, TensorInfo]]] = {}
+    for name, info in file.infos.items():
+        match = _LORA.fullmatch(name.removeprefix(PREFIX))
+        assert match is not None
+        if info.dtype not in _FLOATS or len(info.shape) != 2 or 0 in info.shape:
+            raise Incompatible(
+                f"{file.path}: tensor {name!r} is {info.dtype} {list(info.shape)}; a float matrix"
+                " is wanted",
+                code="dtype",
+                path=file.path,
+                tensor=name,
+            )
+        found.setdefault(match["path"], {})[match["factor"]] = name, info
+    return {path: _pair(path, factors, config, file) for path, factors in sorted(found.items())}
+
+
+def _pair(
+    path: str, factors: dict[str, tuple[str, TensorInfo]], config: AdapterConfig, file: TensorFile
+) -> Pair:
+    if set(factors) != {"A", "B"}:
+        raise Damaged(
+            f"{file.path}: module {path} has lora_{next(iter(factors))} only",
+            code="pair",
+            hint="the file is incomplete; fetch or train the expert again",
+            path=file.path,
+            tensor=path,
+        )
+    (a_name, a), (b_name, b) = factors["A"], factors["B"]
+    rank, claimed = a.shape[0], config.rank_of(path)
+    if b.shape[1] != rank or rank != claimed:
+        raise Incompatible(
+            f"{file.path}: module {path} has A {list(a.shape)} and B {list(b.shape)}, but"
+            f" {CONFIG} says rank {claimed}",
+            code="rank",
+            path=file.path,
+            tensor=path,
+            expected=claimed,
+            found=rank,
+        )
+    if rank > MAX_RANK:
+        raise LimitExceeded(
+            f"{file.path}: module {path} has rank {rank}; the limit is {MAX_RANK}", code="rank"
+        )
+    return Pair(a_name, b_name, rank, b.shape[0], a.shape[1], config.scaling_of(path, rank))
+
+
+def _check_names(file: TensorFile) -> None:
+    names = list(file.infos)
+    kinds = {
+        "lora_magnitude_vector": ("dora", "DoRA magnitudes rescale the base weight"),
+        "lora_embedding_": ("embedding_lora", "LoRA on embeddings is not supported"),
+        "lora_B.bias": ("lora_bias", "LoRA biases are not part of ΔW"),
+        "trainable_tokens_delta": ("tokens", "retrained token rows are not part of ΔW"),
+    }
+    for word, (code, reason) in kinds.items():
+        holders = [name for name in names if word in name]
+        if holders:
+            raise Incompatible(
+                f"{file.path}: {reason}: {', '.join(holders[:5])}",
+                code=code,
+                hint="train the expert as plain LoRA on linear layers",
+                path=file.path,
+                found=holders[:5],
+            )
+    lora = [name for name in names if _LORA.fullmatch(name)]
+    full = [name for name in names if name not in set(lora)]
+    if full and lora or full and not any("lora_" in name for name in names):
+        shapes = [f"{name} {list(file.infos[name].shape)}" for name in full[:5]]
+        raise Unsafe(
+            f"{file.path} holds {len(full)} tensors that are not LoRA factors: {', '.join(shapes)}",
+            code="full_weights",
+            hint="an expert may change the base through low-rank deltas only; remove them",
+            path=file.path,
+            found=full[:5],
+        )
+    stray = [name for name in names if not name.startswith(PREFIX) or name not in set(lora)]
+    if stray:
+        raise Incompatible(
+            f"{file.path}: {len(stray)} tensor names are not of the form"
+            f" {PREFIX}<module>.lora_A.weight: {', '.join(stray[:5])}",
+            code="names",
+            hint=_suggest_names(stray[0]),
+            path=file.path,
+            expected=f"{PREFIX}<module>.lora_A.weight",
+            found=stray[:5],
+        )
+
+
+def _suggest_names(name: str) -> str:
+    adapter = re.fullmatch(r"(.+\.lora_[AB])\.([^.]+)\.weight", name)
+    if adapter:
+        return f"remove the adapter name: `{adapter[1]}.weight`"
+    if name.startswith("model.model."):
+        return f"replace the leading `model.` by `{PREFIX}`"
+    return f"rename the tensors: put `{PREFIX}` before the module path, e.g. `{PREFIX}{name}`"
