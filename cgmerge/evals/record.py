@@ -1,0 +1,385 @@
+"""The record of an evaluation: what was measured on what, and every item behind every number.
+
+Two files: `NAME.json` (schema `cgmerge.record/1`) with scores, intervals and tests, and
+`NAME.items.jsonl` beside it with one line per target and item. The record holds the digest of the
+items file, so the two cannot drift apart unseen, and nothing in it depends on the time, the
+machine's folders or the order of a hash: the same evaluation writes the same bytes.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from cgmerge import fs, strictjson
+from cgmerge.errors import Damaged, NotFound, UsageError
+from cgmerge.tensorfile import read_small
+
+SCHEMA: Literal["cgmerge.record/1"] = "cgmerge.record/1"
+MAX_ITEM_BYTES = 8 * 1024**3
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+Metric = Literal["exact_match", "loglik"]
+Kind = Literal["base", "expert", "merged", "model", "deltas"]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One target on one item: a line of the items file.
+
+    Attributes:
+        id: 16 hexadecimal digits over skill, prompt and target text; the same for every target.
+        skill: Name of the skill.
+        target: Name of the model that was scored.
+        correct: Every target token, end token included, is the arg-max.
+        loglik: Mean log-likelihood of a target token.
+        prediction: Text of the teacher-forced arg-max.
+        expected: Text of the target, end token included.
+        tied: Two tokens shared the highest logit exactly.
+        generated: Text that greedy generation wrote, where that was asked for.
+        generated_correct: Whether generation wrote exactly the target.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    id: str
+    skill: str
+    target: str
+    correct: bool
+    loglik: float
+    prediction: str
+    expected: str
+    tied: bool = False
+    generated: str | None = None
+    generated_correct: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetInfo:
+    """A model that was scored.
+
+    Attributes:
+        name: Its name in all tables.
+        kind: Where it came from; `deltas` were given in memory.
+        digest: SHA-256 of the adapter or model weights; the fingerprint for the base.
+        tokenizer: `own` when a full model's tokenizer differs from the base's.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    name: str
+    kind: Kind
+    digest: str
+    tokenizer: Literal["base", "own"] = "base"
+
+
+@dataclass(frozen=True, slots=True)
+class SkillInfo:
+    """A set of items.
+
+    Attributes:
+        name: Its name in all tables.
+        n: Items.
+        source: Name of the data file, without its folder.
+        sha256: Digest of the data file.
+        repeated: Items that repeat an earlier one word for word.
+        contradicting: Items whose prompt stood earlier with another target.
+        same_id: Rows whose `id` column repeats that of another row.
+        cut: Items whose prompt lost tokens on the left to fit the model.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    name: str
+    n: int
+    source: str = ""
+    sha256: str = ""
+    repeated: int = 0
+    contradicting: int = 0
+    same_id: int = 0
+    cut: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One target on one skill.
+
+    Attributes:
+        score: Share of items right, or the mean log-likelihood, as `metric` says.
+        low: Lower end of the 95 % interval of `score` (Wilson; bootstrap for loglik).
+        high: Upper end.
+        correct: Items right by teacher forcing.
+        loglik: Mean over items of their mean token log-likelihood.
+        generated_correct: Items that greedy generation got right, where it ran.
+        agree: Items on which generation and teacher forcing say the same.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    target: str
+    skill: str
+    metric: Metric
+    score: float
+    n: int
+    low: float
+    high: float
+    correct: int
+    loglik: float
+    generated_correct: int | None = None
+    agree: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """One target over all skills, each skill weighing the same."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    target: str
+    metric: Metric
+    score: float
+    low: float
+    high: float
+    n: int
+    skills: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two targets on the same items, by exact match.
+
+    Attributes:
+        skill: None for all skills together.
+        wins: Items that only `target` has right.
+        losses: Items that only `against` has right.
+        difference: Mean over skills of the difference of the shares right.
+        low: Lower end of its 95 % interval (paired bootstrap inside each skill).
+        high: Upper end.
+        p: Exact McNemar test.
+        p_holm: The same after Holm's correction over all targets (and skills).
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    target: str
+    against: str
+    skill: str | None
+    n: int
+    wins: int
+    losses: int
+    difference: float
+    low: float
+    high: float
+    p: float
+    p_holm: float
+
+
+@dataclass(frozen=True, slots=True)
+class BaseInfo:
+    """The base that adapters were attached to."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    name: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """What decides the numbers.
+
+    Attributes:
+        metric: What `score` is.
+        compare_to: The target that others are compared to, if any.
+        seed: Of the bootstrap.
+        batch_size: Rows in a pass.
+        limit: First items of each skill that were used; None for all.
+        generate: Whether greedy generation ran too.
+        device: Kind of device.
+        dtype: Float type of the model.
+        load_in_4bit: Whether weights were quantized on loading.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    metric: Metric = "exact_match"
+    compare_to: str | None = None
+    seed: int = 0
+    batch_size: int = 32
+    limit: int | None = None
+    generate: bool = False
+    device: str = "cpu"
+    dtype: str = "float32"
+    load_in_4bit: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ItemsFile:
+    """The file of items that belongs to a record."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    file: str
+    sha256: str
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """All numbers of an evaluation; see the module's first lines for the files.
+
+    Every number can be computed again from the items: `summary.summarise` does.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    base: BaseInfo
+    settings: RunSettings
+    targets: tuple[TargetInfo, ...]
+    skills: tuple[SkillInfo, ...]
+    results: tuple[Result, ...]
+    means: tuple[Mean, ...]
+    comparisons: tuple[Comparison, ...] = ()
+    warnings: tuple[str, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+    items: ItemsFile | None = None
+    schema: Literal["cgmerge.record/1"] = SCHEMA
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A record together with its items, in the order of the items file."""
+
+    record: Record
+    items: tuple[Item, ...] = field(repr=False)
+
+
+def items_path(path: Path) -> Path:
+    """Return where the items of a record stand: `out.json` gives `out.items.jsonl`."""
+    stem = path.name.removesuffix(".json")
+    return path.with_name(f"{stem}.items.jsonl")
+
+
+def check_out(path: Path, *, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
+    """Refuse an unusable record path before anything is evaluated.
+
+    Args:
+        path: Where the record shall go.
+        overwrite: Whether existing files may be replaced.
+        inputs: Files that are read and must never be replaced.
+
+    Raises:
+        UsageError: A folder, an existing file without `overwrite`, or one of the inputs.
+        StorageError: The folder cannot be written.
+    """
+    for target in (path, items_path(path)):
+        if target.is_dir():
+            raise UsageError(f"{target} is a folder, a file is wanted", code="out_is_folder")
+        if any(
+            target.exists() and source.exists() and target.samefile(source) for source in inputs
+        ):
+            raise UsageError(
+                f"{target} is read as data; it cannot be the output", code="out_is_input"
+            )
+        if target.exists() and not overwrite:
+            raise UsageError(
+                f"{target} exists already",
+                code="out_exists",
+                hint="choose another --out, or --overwrite",
+            )
+    if not path.absolute().parent.exists():
+        fs.check_target(path.absolute().parent, overwrite=True)
+
+
+def write_record(path: Path, evaluation: Evaluation, *, overwrite: bool = False) -> Record:
+    """Write the items, then the record that vouches for them.
+
+    A crash between the two leaves items without their record, which `load_record` refuses.
+
+    Args:
+        path: Where the record goes.
+        evaluation: What to write.
+        overwrite: Whether existing files may be replaced.
+
+    Returns:
+        The record as written, with the digest of its items file.
+
+    Raises:
+        UsageError: As `check_out`.
+        StorageError: The operating system refused.
+    """
+    check_out(path, overwrite=overwrite)
+    lines = b"".join(_line(item) for item in evaluation.items)
+    beside = items_path(path)
+    info = ItemsFile(beside.name, hashlib.sha256(lines).hexdigest(), len(evaluation.items))
+    content = asdict(evaluation.record) | {"items": asdict(info)}
+    fs.replace_file(beside, lines, overwrite=overwrite)
+    fs.replace_file(path, strictjson.dumps(content), overwrite=overwrite)
+    return _RECORD.validate_json(strictjson.dumps(content))
+
+
+def load_record(path: Path) -> Evaluation:
+    """Read a record and its items, and check that they belong together.
+
+    Raises:
+        NotFound: No such record, or its items file is gone.
+        Damaged: Not a record, or the items are not those that the record was written with.
+    """
+    if not path.is_file():
+        raise NotFound(f"no such record: {path}", code="record", path=path)
+    content = read_small(fs.absolute(path), follow_links=True)
+    if strictjson.loads_object(content, source=str(path)).get("schema") != SCHEMA:
+        raise Damaged(f"{path} is not a {SCHEMA}", code="record", path=path)
+    record: Record = _validated(_RECORD, content, str(path))
+    return Evaluation(record, _load_items(path, record))
+
+
+def _load_items(path: Path, record: Record) -> tuple[Item, ...]:
+    info = record.items
+    if info is None:
+        return ()
+    beside = items_path(path)
+    if not beside.is_file():
+        raise NotFound(
+            f"{path.name} needs its items file {beside.name}, which is not beside it",
+            code="items",
+            hint=f"copy {info.file} along with the record",
+            path=beside,
+        )
+    lines = read_small(fs.absolute(beside), limit=MAX_ITEM_BYTES, follow_links=True)
+    found = hashlib.sha256(lines).hexdigest()
+    if found != info.sha256:
+        raise Damaged(
+            f"{beside} is not the file that {path.name} was written with: "
+            f"sha256 {found[:16]}…, recorded {info.sha256[:16]}…",
+            code="items",
+            hint="evaluate again",
+            path=beside,
+            expected=info.sha256,
+            found=found,
+        )
+    return tuple(_validated(_ITEM, line, str(beside)) for line in lines.splitlines())
+
+
+def _line(item: Item) -> bytes:
+    """Write an item as one line; fields that were not measured are left out."""
+    fields = {key: value for key, value in asdict(item).items() if value is not None}
+    text = json.dumps(fields, ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", errors="replace") + b"\n"
+
+
+def _validated(adapter: TypeAdapter[Any], content: bytes, source: str) -> Any:
+    try:
+        return adapter.validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the document"
+        raise Damaged(f"{source}: {place}: {first['msg']}", code="record", path=source) from error
+
+
+_RECORD = TypeAdapter(Record)
+_ITEM = TypeAdapter(Item)

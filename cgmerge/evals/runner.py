@@ -1,0 +1,352 @@
+"""Score several models on several skills, side by side, and leave no number without its items."""
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from cgmerge._version import __version__
+from cgmerge.errors import Damaged, Incompatible, UsageError
+from cgmerge.evals import scoring
+from cgmerge.evals.record import (
+    BaseInfo,
+    Evaluation,
+    Item,
+    Metric,
+    Record,
+    RunSettings,
+    TargetInfo,
+)
+from cgmerge.evals.scoring import TokenScore
+from cgmerge.evals.suite import (
+    Question,
+    Rows,
+    SkillSet,
+    check_names,
+    describe,
+    encode_questions,
+    questions,
+    warnings_about,
+)
+from cgmerge.evals.summary import summarise
+from cgmerge.evals.targets import BASE_NAME, LoadOptions, Target, ready
+from cgmerge.modules.encoding import end_ids
+from cgmerge.modules.loading import LoadedBase
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROBE = 8
+"""Items on which base and target are compared when the base itself is not evaluated."""
+
+
+class Progress(Protocol):
+    """What the runner calls while it works."""
+
+    def __call__(self, done: int, *, note: str = "") -> None:
+        """Report finished rows, of `count_rows` in all; `note` names the target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How to evaluate.
+
+    Attributes:
+        metric: What scores and intervals are about.
+        batch_size: Most items in one forward pass.
+        generates: Also generate greedily, and compare item by item.
+        keeps_base: Score the base first; otherwise it is only probed.
+        expects_same: Allow targets that score exactly as the base.
+        compare_to: Target for paired comparisons; the base where it is scored.
+        limit: Recorded only: how many items of each skill were taken.
+        seed: Of the bootstrap.
+        loading: For targets that are models of their own.
+    """
+
+    metric: Metric = "exact_match"
+    batch_size: int = 32
+    generates: bool = False
+    keeps_base: bool = True
+    expects_same: bool = False
+    compare_to: str | None = None
+    limit: int | None = None
+    seed: int = 0
+    loading: LoadOptions = field(default_factory=LoadOptions)
+
+
+def evaluate_targets(
+    loaded: LoadedBase,
+    targets: Sequence[Target],
+    skills: Sequence[SkillSet],
+    settings: Settings | None = None,
+    *,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Score the base and targets on skills, one after the other, without changing the base.
+
+    Args:
+        loaded: The base in memory; the same bits before and after.
+        targets: Adapters are attached by hooks, models are loaded one at a time.
+        skills: From `read_skills`, or made in memory.
+        settings: How; the defaults when left out.
+        progress: Called after every batch.
+
+    Returns:
+        The record and its items: base first, then targets in order, skills in order.
+
+    Raises:
+        UsageError: Nothing to score, two of one name, or an unknown `compare_to`.
+        DataError: An empty skill, or targets longer than the model's positions.
+        Incompatible: A target that scores item by item as the base (`same_as_base`).
+        Damaged: A model that gives NaN.
+    """
+    chosen = settings or Settings()
+    contenders = _contenders(loaded, targets, chosen)
+    against = _reference(contenders, chosen)
+    check_names([skill.name for skill in skills], what="skill", form="NAME=FILE")
+    asked = questions(skills)
+    run = _Run(loaded, asked, chosen, progress)
+    infos = [describe(skill, asked, run.rows) for skill in skills]
+    measured = [run.measure(target) for target in contenders]
+    items = tuple(item for _, part in measured for item in part)
+    numbers = summarise(items, metric=chosen.metric, compare_to=against, seed=chosen.seed)
+    record = Record(
+        base=BaseInfo(_base_name(loaded), loaded.base.fingerprint),
+        settings=_run_settings(loaded, chosen, against),
+        targets=tuple(info for info, _ in measured),
+        skills=tuple(infos),
+        results=numbers.results,
+        means=numbers.means,
+        comparisons=numbers.comparisons,
+        warnings=(*warnings_about(infos, run.rows), *run.warnings),
+        versions=_versions(),
+    )
+    return Evaluation(record, items)
+
+
+def count_rows(targets: Sequence[Target], skills: Sequence[SkillSet], settings: Settings) -> int:
+    """Return what the progress of `evaluate_targets` counts up to."""
+    models = len(targets) + settings.keeps_base
+    return models * sum(len(skill.examples) for skill in skills) * (1 + settings.generates)
+
+
+class _Run:
+    """One evaluation: what its targets share, and what is collected on the way."""
+
+    def __init__(
+        self,
+        loaded: LoadedBase,
+        asked: Sequence[Question],
+        settings: Settings,
+        progress: Progress | None,
+    ) -> None:
+        self.loaded, self.asked, self.settings = loaded, asked, settings
+        self.progress, self.done = progress, 0
+        self.rows = self.encode(loaded)
+        self.warnings: list[str] = []
+        self.base_logliks: list[float] = []
+        if not settings.keeps_base:
+            probe = self.rows.encoded[:PROBE]
+            self.base_logliks = _logliks(scoring.score(loaded.model, probe, batch_size=PROBE))
+
+    def encode(self, model: LoadedBase) -> Rows:
+        """Turn the questions into tokens of a model."""
+        limit = scoring.position_limit(model.model)
+        return encode_questions(self.asked, model.tokenizer, limit)
+
+    def measure(self, target: Target) -> tuple[TargetInfo, list[Item]]:
+        """Score one target on all questions."""
+        self.warnings += target.warnings
+        tokenizer: Literal["base", "own"] = "base"
+        with ready(target, self.loaded, self.settings.loading) as model:
+            rows = self.rows if target.model is None else self.encode(model)
+            if rows.encoded != self.rows.encoded:
+                tokenizer = "own"
+                self.warnings.append(
+                    f"{target.name} splits the items into other tokens than the base; it is scored "
+                    "with its own tokenizer"
+                )
+            scores = self._score(target, model, rows)
+            written = self._generate(target, model, rows) if self.settings.generates else None
+            items = _items(_Answers(target.name, rows, scores, written), self.asked, model)
+        self.warnings += _warnings_about(target.name, items)
+        return TargetInfo(target.name, target.kind, target.digest, tokenizer), items
+
+    def _score(self, target: Target, model: LoadedBase, rows: Rows) -> list[TokenScore]:
+        settings = self.settings
+        try:
+            scores = scoring.score(
+                model.model,
+                rows.encoded,
+                batch_size=settings.batch_size,
+                advance=partial(self._advance, target.name),
+            )
+        except Damaged as error:
+            raise Damaged(
+                f"target {target.name}: {error.message}",
+                code="not_finite",
+                hint=error.hint,
+                target=target.name,
+            ) from error
+        if target.kind == "base":
+            self.base_logliks = _logliks(scores)
+        elif not settings.expects_same:
+            # Batches decide the last bit, so that a probe is compared with a probe.
+            compared = scores
+            if not settings.keeps_base:
+                compared = scoring.score(model.model, rows.encoded[:PROBE], batch_size=PROBE)
+            _refuse_same(target, _logliks(compared), self.base_logliks)
+        return scores
+
+    def _generate(self, target: Target, model: LoadedBase, rows: Rows) -> list[tuple[int, ...]]:
+        return scoring.generate(
+            model.model,
+            rows.encoded,
+            ends=end_ids(model.tokenizer),
+            batch_size=self.settings.batch_size,
+            advance=partial(self._advance, target.name),
+        )
+
+    def _advance(self, note: str, rows: int) -> None:
+        self.done += rows
+        if self.progress is not None:
+            self.progress(self.done, note=note)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """What one target said to all questions."""
+
+    name: str
+    rows: Rows
+    scores: Sequence[TokenScore]
+    written: Sequence[tuple[int, ...]] | None
+
+
+def _items(answers: _Answers, asked: Sequence[Question], model: LoadedBase) -> list[Item]:
+    """Put scores into words; only wrong answers need decoding."""
+    rows, scores, written = answers.rows, answers.scores, answers.written
+    wrong = [i for i, one in enumerate(scores) if not one.correct]
+    texts = _decode([scores[i].predicted for i in wrong], model.tokenizer)
+    predictions = dict(zip(wrong, texts, strict=True))
+    items = [
+        Item(
+            id=question.id,
+            skill=question.skill,
+            target=answers.name,
+            correct=one.correct,
+            loglik=one.loglik,
+            prediction=predictions.get(i, rows.expected[i]),
+            expected=rows.expected[i],
+            tied=one.tied,
+        )
+        for i, (question, one) in enumerate(zip(asked, scores, strict=True))
+    ]
+    if written is None:
+        return items
+    wanted = [tuple(row.target_ids) for row in rows.encoded]
+    return [
+        replace(item, generated=text, generated_correct=tokens == target)
+        for item, text, tokens, target in zip(
+            items, _decode(written, model.tokenizer), written, wanted, strict=True
+        )
+    ]
+
+
+def _decode(ids: Sequence[tuple[int, ...]], tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+    if not ids:
+        return []
+    texts: list[str] = tokenizer.batch_decode(list(map(list, ids)), skip_special_tokens=False)
+    return texts
+
+
+def _refuse_same(target: Target, logliks: list[float], reference: list[float]) -> None:
+    """Refuse a target that scores, bit for bit, as the base: it was not really there."""
+    if logliks != reference:
+        return
+    raise Incompatible(
+        f"target {target.name} scores exactly as the base on all {len(logliks)} items "
+        f"(base {reference[0]:.6f}, {target.name} {logliks[0]:.6f} on the first)",
+        code="same_as_base",
+        hint="the adapter changes nothing, or is not what you meant; --expect-same allows it",
+        target=target.name,
+        digest=target.digest,
+        expected="log-likelihoods that differ on at least one item",
+        found=f"{len(logliks)} equal ones",
+    )
+
+
+def _logliks(scores: Sequence[TokenScore]) -> list[float]:
+    return [one.loglik for one in scores]
+
+
+def _base_name(loaded: LoadedBase) -> str:
+    """Name the base without the folders of this machine: a built-in or remote name stays."""
+    base = loaded.base
+    return base.folder.name if Path(base.ref).expanduser().is_dir() else base.ref
+
+
+def _versions() -> dict[str, str]:
+    packages = ("torch", "transformers", "tokenizers")
+    found = {name: version(name) for name in packages}
+    return {"cgmerge": __version__, "python": platform.python_version(), **found}
+
+
+def _contenders(loaded: LoadedBase, targets: Sequence[Target], settings: Settings) -> list[Target]:
+    """List what is scored, the base first."""
+    everything = [Target.of_base(loaded.base), *targets]
+    check_names([one.name for one in everything], what="target", form="NAME=PATH")
+    found = everything if settings.keeps_base else everything[1:]
+    if not found:
+        raise UsageError("there is nothing to evaluate", code="targets", hint="name a target")
+    return found
+
+
+def _reference(contenders: Sequence[Target], settings: Settings) -> str | None:
+    """Name what others are compared to: as asked, else the base, else nothing."""
+    names = [target.name for target in contenders]
+    wanted = settings.compare_to
+    if wanted is not None and wanted not in names:
+        raise UsageError(
+            f"no target to compare to is called {wanted!r}",
+            code="compare_to",
+            hint=f"targets are {', '.join(names)}",
+        )
+    if wanted is None and settings.keeps_base:
+        wanted = BASE_NAME
+    return wanted if len(names) > 1 else None
+
+
+def _run_settings(loaded: LoadedBase, settings: Settings, against: str | None) -> RunSettings:
+    return RunSettings(
+        metric=settings.metric,
+        compare_to=against,
+        seed=settings.seed,
+        batch_size=settings.batch_size,
+        limit=settings.limit,
+        generate=settings.generates,
+        device=loaded.model.device.type,
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
+        load_in_4bit=settings.loading.load_in_4bit,
+    )
+
+
+def _warnings_about(name: str, items: Sequence[Item]) -> list[str]:
+    """Say on how many items arg-max is not the whole story."""
+    found = []
+    tied = sum(item.tied for item in items)
+    if tied:
+        found.append(
+            f"{name}: on {tied} of {len(items)} items tokens share the highest value exactly; "
+            "the first of them counts"
+        )
+    written = [item for item in items if item.generated_correct is not None and not item.tied]
+    differ = sum(item.generated_correct != item.correct for item in written)
+    if differ:
+        found.append(
+            f"{name}: generation and teacher forcing disagree on {differ} of {len(items)} items"
+        )
+    return found

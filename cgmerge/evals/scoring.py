@@ -1,0 +1,306 @@
+"""Right or wrong, item by item: one teacher-forced pass, or real greedy generation.
+
+For greedy decoding and one fixed answer, "every target token, end token included, is the arg-max"
+is the same event as "generation writes exactly the target", at a tenth of the cost or less.
+Batches are padded on the right with a mask and explicit positions for scoring, on the left for
+generation, so that no row depends on its batch-mates beyond the rounding of the float type.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from cgmerge.errors import Damaged, UsageError
+from cgmerge.modules.encoding import Encoded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LOGIT_BUDGET = 1 << 26
+"""Most logits computed at once: 256 MB in float32, whatever vocabulary and batch size."""
+MARGIN = 2
+"""Tokens that generation may write beyond the longest target: enough to show that it went on."""
+
+Advance = Callable[[int], None]
+"""Called with the number of rows just finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """What one pass says about one item.
+
+    Attributes:
+        correct: Every target token is the arg-max.
+        loglik: Mean natural log-likelihood of a target token, in float32 over the vocabulary.
+        predicted: The arg-max at each target position.
+        tied: At some position several tokens share the highest logit exactly, so that arg-max
+            and generation may differ.
+    """
+
+    correct: bool
+    loglik: float
+    predicted: tuple[int, ...]
+    tied: bool
+
+
+def score(
+    model: "PreTrainedModel",
+    rows: Sequence[Encoded],
+    *,
+    batch_size: int,
+    advance: Advance | None = None,
+) -> list[TokenScore]:
+    """Score targets by teacher forcing, in one forward pass per batch.
+
+    Args:
+        model: A causal language model; put into evaluation mode for the call.
+        rows: Prompts and targets of at least one token each.
+        batch_size: Most rows in a pass; fewer where the logits would pass `LOGIT_BUDGET`.
+        advance: Progress.
+
+    Returns:
+        One score per row, in order. In float32 it is the same for every batch size to 1e-5.
+
+    Raises:
+        UsageError: A batch size below 1, or a row without prompt or target.
+        Damaged: Logits that are not finite.
+    """
+    _check(rows, batch_size)
+    found: dict[int, TokenScore] = {}
+    vocab = int(model.config.get_text_config().vocab_size)
+    with _evaluating(model):
+        for batch in _batches(rows, batch_size, lambda b: b.logits * vocab <= LOGIT_BUDGET):
+            scores = _score_batch(model, [rows[i] for i in batch])
+            found.update(zip(batch, scores, strict=True))
+            if advance is not None:
+                advance(len(batch))
+    return [found[i] for i in range(len(rows))]
+
+
+def generate(
+    model: "PreTrainedModel",
+    rows: Sequence[Encoded],
+    *,
+    ends: Sequence[int],
+    batch_size: int,
+    advance: Advance | None = None,
+) -> list[tuple[int, ...]]:
+    """Continue prompts greedily with a key-value cache, as a user would see it.
+
+    Sampling, penalties and forbidden words that the model's own generation config asks for are
+    left out, because they would make the answer depend on more than the model.
+
+    Args:
+        model: A causal language model; put into evaluation mode for the call.
+        rows: Prompts; the longest target sets how many tokens are written.
+        ends: Token ids that stop a row.
+        batch_size: Most rows at once.
+        advance: Progress.
+
+    Returns:
+        Per row the new tokens up to and including the first end token.
+
+    Raises:
+        UsageError: A batch size below 1, or a row without prompt or target.
+    """
+    _check(rows, batch_size)
+    limit = position_limit(model)
+    found: dict[int, tuple[int, ...]] = {}
+    with _evaluating(model), _plain_generation(model):
+        for batch in _batches(rows, batch_size, lambda b: limit is None or b.width <= limit):
+            written = _generate_batch(model, [rows[i] for i in batch], ends, limit)
+            found.update(zip(batch, written, strict=True))
+            if advance is not None:
+                advance(len(batch))
+    return [found[i] for i in range(len(rows))]
+
+
+def position_limit(model: "PreTrainedModel") -> int | None:
+    """Return the most tokens that the model has positions for, or None without a limit."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return int(limit) if isinstance(limit, int) and limit > 0 else None
+
+
+@dataclass(slots=True)
+class _Extent:
+    """How large a batch is, kept up to date while rows are added."""
+
+    rows: int = 0
+    shortest_prompt: int = 0
+    longest_prompt: int = 0
+    longest_target: int = 0
+    longest: int = 0
+
+    @property
+    def logits(self) -> int:
+        """Positions whose logits are computed: one span that covers all targets, every row."""
+        return self.rows * (self.longest - self.shortest_prompt)
+
+    @property
+    def width(self) -> int:
+        """Positions that generation may need."""
+        return self.longest_prompt + self.longest_target
+
+    def grown(self, row: Encoded) -> "_Extent":
+        prompt, target = len(row.prompt_ids), len(row.target_ids)
+        return _Extent(
+            self.rows + 1,
+            min(self.shortest_prompt, prompt) if self.rows else prompt,
+            max(self.longest_prompt, prompt),
+            max(self.longest_target, target),
+            max(self.longest, prompt + target),
+        )
+
+
+def _batches(
+    rows: Sequence[Encoded], batch_size: int, fits: Callable[[_Extent], bool]
+) -> Iterator[list[int]]:
+    """Group rows of similar length; a row that does not fit with others is alone."""
+    order = sorted(
+        range(len(rows)), key=lambda i: (len(rows[i].prompt_ids), len(rows[i].target_ids))
+    )
+    batch: list[int] = []
+    extent = _Extent()
+    for i in order:
+        grown = extent.grown(rows[i])
+        if batch and (len(batch) == batch_size or not fits(grown)):
+            yield batch
+            batch, grown = [], _Extent().grown(rows[i])
+        batch.append(i)
+        extent = grown
+    if batch:
+        yield batch
+
+
+def _score_batch(model: "PreTrainedModel", rows: Sequence[Encoded]) -> list[TokenScore]:
+    device = model.device
+    inputs = [[*row.prompt_ids, *row.target_ids[:-1]] for row in rows]
+    width = max(map(len, inputs))
+    ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in inputs], device=device)
+    mask = torch.tensor([[1] * len(x) + [0] * (width - len(x)) for x in inputs], device=device)
+    # The logits at position p speak about token p + 1.
+    first = min(len(row.prompt_ids) for row in rows) - 1
+    logits = _logits(model, ids, mask, first)  # [rows, width - first, vocab]
+    counts = [len(row.target_ids) for row in rows]
+    lines = [i for i, count in enumerate(counts) for _ in range(count)]
+    places = [
+        len(row.prompt_ids) - 1 - first + step
+        for row in rows
+        for step in range(len(row.target_ids))
+    ]
+    picked = logits[torch.tensor(lines, device=device), torch.tensor(places, device=device)].float()
+    del logits
+    wanted = torch.tensor([token for row in rows for token in row.target_ids], device=device)
+    predicted = picked.argmax(dim=-1)  # the first of equals, as generation takes it
+    best = picked.gather(1, predicted[:, None])
+    logliks = picked.gather(1, wanted[:, None])[:, 0] - picked.logsumexp(dim=-1)
+    tied = (picked == best).sum(dim=-1) > 1
+    if not bool(torch.isfinite(logliks).all()):
+        raise Damaged(
+            "the model gives values that are not finite (NaN or infinity)",
+            code="not_finite",
+            hint="the weights hold NaN or infinity, or overflow their type: try --dtype float32",
+        )
+    columns = (predicted.tolist(), logliks.double().tolist(), tied.tolist())
+    ends = list(accumulate(counts))
+    return [
+        _item(row, *(column[end - len(row.target_ids) : end] for column in columns))
+        for row, end in zip(rows, ends, strict=True)
+    ]
+
+
+def _item(row: Encoded, predicted: list[int], logliks: list[float], tied: list[bool]) -> TokenScore:
+    """Gather one row's tokens."""
+    return TokenScore(
+        correct=predicted == row.target_ids,
+        loglik=sum(logliks) / len(logliks),
+        predicted=tuple(predicted),
+        tied=any(tied),
+    )
+
+
+def _logits(model: "PreTrainedModel", ids: Tensor, mask: Tensor, first: int) -> Tensor:
+    """Return the logits from position `first` on, [rows, width - first, vocab]."""
+    width = ids.shape[1]
+    known = inspect.signature(model.forward).parameters
+    options: dict[str, Any] = {"use_cache": False}
+    if "position_ids" in known:
+        options["position_ids"] = torch.arange(width, device=ids.device).expand_as(ids)
+    if "logits_to_keep" in known:
+        # The head is by far the largest layer of a small model with a large vocabulary.
+        options["logits_to_keep"] = width - first
+    logits: Tensor = model(input_ids=ids, attention_mask=mask, **options).logits
+    return logits if "logits_to_keep" in known else logits[:, first:]
+
+
+def _generate_batch(
+    model: "PreTrainedModel", rows: Sequence[Encoded], ends: Sequence[int], limit: int | None
+) -> list[tuple[int, ...]]:
+    width = max(len(row.prompt_ids) for row in rows)
+    length = max(len(row.target_ids) for row in rows) + MARGIN
+    if limit is not None:
+        length = min(length, limit - width)
+    pads = [width - len(row.prompt_ids) for row in rows]
+    ids = [[0] * pad + row.prompt_ids for pad, row in zip(pads, rows, strict=True)]
+    mask = [[0] * pad + [1] * (width - pad) for pad in pads]
+    write: Any = model.generate
+    # Beyond the first end token a finished row is filled with the pad token.
+    written: Tensor = write(
+        torch.tensor(ids, device=model.device),
+        attention_mask=torch.tensor(mask, device=model.device),
+        max_new_tokens=length,
+        do_sample=False,
+        use_cache=True,
+        eos_token_id=list(ends),
+        pad_token_id=ends[0],
+    )
+    return [_until_end(tokens, ends) for tokens in written[:, width:].tolist()]
+
+
+def _until_end(tokens: Sequence[int], ends: Sequence[int]) -> tuple[int, ...]:
+    for place, token in enumerate(tokens):
+        if token in ends:
+            return tuple(tokens[: place + 1])
+    return tuple(tokens)
+
+
+@contextmanager
+def _evaluating(model: "PreTrainedModel") -> Iterator[None]:
+    """Switch dropout and gradients off, and give the model back as it was."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        # Not inference_mode: rotary caches that are refreshed inside it cannot be trained with.
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _plain_generation(model: "PreTrainedModel") -> Iterator[None]:
+    """Hide the model's own generation settings, which fill whatever a call leaves open."""
+    from transformers import GenerationConfig
+
+    own, plain = model.generation_config, cast("Any", GenerationConfig)()
+    model.generation_config = plain
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def _check(rows: Sequence[Encoded], batch_size: int) -> None:
+    if batch_size < 1:
+        raise UsageError(f"a batch of {batch_size} rows is not possible", code="batch_size")
+    for row in rows:
+        if not row.prompt_ids or not row.target_ids:
+            raise UsageError("an item needs at least one prompt and one target token", code="item")

@@ -1,0 +1,141 @@
+"""What is scored: the base itself, adapters attached to it, or models of their own."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from cgmerge.errors import NotFound
+from cgmerge.evals.record import Kind
+from cgmerge.evals.suite import check_names, split_name
+from cgmerge.modules.attach import Factors, attached
+from cgmerge.modules.base import Base, open_base
+from cgmerge.modules.builtin import builtin_base
+from cgmerge.modules.loading import LoadedBase, load_base
+from cgmerge.refs import local_folder
+from cgmerge.tensorfile import file_sha256
+
+BASE_NAME = "base"
+"""The base's name in tables and records; no other target may use it."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model to score, not yet in memory.
+
+    Attributes:
+        name: Unique in an evaluation.
+        kind: Where it comes from.
+        digest: SHA-256 of its weights, or the fingerprint of the base.
+        deltas: What is attached to the base, module path to low-rank delta; may read lazily.
+        model: Files of a model of its own, loaded in place of the base.
+        warnings: What the user should know about it.
+    """
+
+    name: str
+    kind: Kind
+    digest: str
+    deltas: Mapping[str, Factors] | None = field(default=None, repr=False)
+    model: Base | None = None
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def of_deltas(cls, name: str, deltas: Mapping[str, Factors], digest: str) -> "Target":
+        """Make a target of deltas in memory, e.g. one point of a sweep of scales."""
+        return cls(name, "deltas", digest, deltas)
+
+    @classmethod
+    def of_base(cls, base: Base) -> "Target":
+        """Make the target that is the base itself."""
+        return cls(BASE_NAME, "base", base.fingerprint)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a full model is brought into memory, as for the base."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    load_in_4bit: bool = False
+
+
+def open_targets(specs: Sequence[str], base: Base, *, force_base: bool = False) -> list[Target]:
+    """Open adapters and models and check all of them before any is scored.
+
+    Args:
+        specs: `PATH` (named after its folder) or `NAME=PATH`.
+        base: What adapters must fit.
+        force_base: Accept adapters that were made for another base of the same shapes.
+
+    Raises:
+        NotFound: No such folder, or nothing in it that can be scored.
+        UsageError: Two targets of one name.
+        InputError: A damaged adapter, or one that was made for another base.
+    """
+    targets = [_open(spec, base, force_base=force_base) for spec in specs]
+    names = [BASE_NAME, *(target.name for target in targets)]
+    check_names(names, what="target", form="NAME=PATH")
+    return targets
+
+
+@contextmanager
+def ready(target: Target, loaded: LoadedBase, options: LoadOptions) -> Iterator[LoadedBase]:
+    """Bring a target into memory for the length of a `with` block.
+
+    Yields:
+        The base with the target attached, or the target's own model and tokenizer.
+    """
+    if target.model is not None:
+        yield load_base(
+            target.model,
+            device=options.device,
+            dtype=options.dtype,
+            load_in_4bit=options.load_in_4bit,
+        )
+    elif target.deltas is not None:
+        with attached(loaded.model, target.deltas):
+            yield loaded
+    else:
+        yield loaded
+
+
+def _open(spec: str, base: Base, *, force_base: bool) -> Target:
+    name, ref = split_name(spec)
+    built_in = builtin_base(ref)
+    folder = built_in or local_folder(ref, what="target")
+    name = name or (ref if built_in else folder.name)
+    if (folder / "adapter_config.json").exists():
+        return _open_adapter(name, ref, base, force_base=force_base)
+    if (folder / "config.json").exists():
+        model = open_base(ref)
+        return Target(name, "model", _weights_digest(model), model=model)
+    inside = sorted(entry.name for entry in folder.iterdir())[:8]
+    raise NotFound(
+        f"{ref} holds neither an adapter (adapter_config.json) nor a model (config.json)",
+        code="target",
+        hint=f"it holds {', '.join(inside)}" if inside else "it is empty",
+        path=folder,
+        found=inside,
+    )
+
+
+def _open_adapter(name: str, ref: str, base: Base, *, force_base: bool) -> Target:
+    from cgmerge.modules.expert import open_expert
+
+    expert = open_expert(ref)
+    warnings = list(expert.warnings)
+    if expert.base_fingerprint not in (None, base.fingerprint) and force_base:
+        warnings.append(
+            f"{name} was made for the base {expert.base_fingerprint}, not for {base.fingerprint}"
+        )
+    kind: Kind = "merged" if (expert.folder / "cgmerge.json").exists() else "expert"
+    deltas = expert.deltas(base, force_base=force_base)
+    return Target(name, kind, expert.digest, deltas, warnings=tuple(warnings))
+
+
+def _weights_digest(model: Base) -> str:
+    """Hash all weight files: one file as `sha256sum` does, several as the hash of their hashes."""
+    digests = [file_sha256(path) for path in sorted(set(model.files.values()))]
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
