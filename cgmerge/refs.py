@@ -73,7 +73,7 @@ def _near(path: Path) -> list[str]:
     if not path.parent.is_dir():
         return []
     names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
-    return difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
+    return difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
 
 
 def _fetch(ref: str, what: str) -> Path:

@@ -1,0 +1,205 @@
+"""`cgmerge compose`: merge experts into one adapter or one model."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cgmerge.cli import options
+from cgmerge.cli.output import Output
+from cgmerge.errors import UsageError
+
+if TYPE_CHECKING:
+    from cgmerge.modules.compose import Plan
+    from cgmerge.modules.recipe import Recipe
+
+
+def compose(  # noqa: PLR0913  (one argument per option)
+    experts: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="EXPERT[=WEIGHT]...",
+            help="Adapter folders, or one recipe (.yml, or cgmerge.json of an earlier result)",
+        ),
+    ],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Where to write")] = None,
+    method: Annotated[
+        str | None, typer.Option("--method", "-m", help="See `cgmerge methods`  [default: ties]")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Method parameter, e.g. density=0.2"),
+    ] = None,
+    scale: Annotated[
+        float | None, typer.Option("--scale", help="λ, factor on the merged delta  [default: 1]")
+    ] = None,
+    rank: Annotated[
+        str | None,
+        typer.Option(
+            "--rank", help="Adapter rank: N, exact, or auto (sum of ranks, at most 64)"
+        ),
+    ] = None,
+    form: Annotated[
+        str | None, typer.Option("--as", help="adapter or model  [default: adapter]")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", help="Base model; needed for --as model")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="Float type written  [default: adapter float32, model as base]"),
+    ] = None,
+    force_base: Annotated[
+        bool, typer.Option("--force-base", help="Accept experts of another base fingerprint")
+    ] = False,
+    allow_noop: Annotated[
+        bool, typer.Option("--allow-noop", help="Accept a result that changes nothing")
+    ] = False,
+    allow_rounding: Annotated[
+        bool, typer.Option("--allow-rounding", help="Accept losing most of the delta to rounding")
+    ] = False,
+    overwrite: options.Overwrite = False,
+    dry_run: options.DryRun = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Merge experts into one adapter or one model, exactly, in delta space.
+
+    Examples:
+
+      cgmerge compose experts/a experts/b=0.5 -m task-arithmetic --scale 0.6 -o merged
+
+      cgmerge compose experts/* -m ties --set density=0.2 --rank 16 -o merged
+
+      cgmerge compose experts/* --base BASE --as model -o merged-model
+
+      cgmerge compose merged/cgmerge.json -o again
+    """
+    from cgmerge.modules.compose import make_plan
+    from cgmerge.modules.recipe import ExpertRef, Recipe, is_recipe, parse_form, parse_rank, read_recipe
+    from cgmerge.refs import parse_weighted
+
+    output = Output(as_json=as_json, quiet=quiet, verbose=verbose)
+    if out is None and not dry_run:
+        raise UsageError("no output folder", code="out", hint="add -o OUT (or --dry-run)")
+    given: dict[str, Any] = {
+        "method": method,
+        "base": base,
+        "dtype": dtype,
+        "rank": parse_rank(rank) if rank is not None else None,
+        "form": parse_form(form) if form is not None else None,
+        "force_base": force_base or None,
+        "allow_noop": allow_noop or None,
+        "allow_rounding": allow_rounding or None,
+    }
+    changes = {key: value for key, value in given.items() if value is not None}
+    params = _params(settings or [], scale)
+    if is_recipe(experts):
+        recipe = _changed(read_recipe(Path(experts[0])), changes, params)
+    else:
+        refs = tuple(ExpertRef(*parse_weighted(text)) for text in experts)
+        recipe = Recipe(experts=refs, **{"method": "ties", **changes}, params=params)
+    plan = make_plan(recipe)
+    _show_plan(plan, output)
+    if dry_run or out is None:
+        _finish_dry_run(plan, output)
+        return
+    _run(plan, out, overwrite=overwrite, output=output)
+
+
+def _run(plan: "Plan", out: Path, *, overwrite: bool, output: Output) -> None:
+    from cgmerge.modules.compose import describe, run_plan
+
+    with output.progress("merge", len(plan.sizes)) as advance:
+        composed = run_plan(plan, out, overwrite=overwrite, progress=advance)
+    for warning in composed.warnings[len(plan.warnings) :]:
+        output.warn(warning)
+    size = sum(path.stat().st_size for path in composed.out.iterdir())
+    if plan.rank:
+        output.line(
+            "error",
+            f"{composed.truncation_error:.4%} of ‖ΔW‖ lost to rank {plan.rank}"
+            + (f", {composed.rounding_error:.2%} to rounding" if composed.rounding_error else ""),
+        )
+        worst = max(composed.modules.items(), key=lambda item: item[1].error)
+        output.detail("worst", f"{worst[0]}: {worst[1].error:.2%}")
+    else:
+        output.line("error", f"{composed.rounding_error:.2%} of ‖ΔW‖ lost to rounding")
+    for path, report in composed.modules.items():
+        output.detail("module", f"{path}: norm {report.norm:.4g}, error {report.error:.3%}")
+    output.line("wrote", f"{out} ({size / 1e6:.2f} MB, ‖ΔW‖ {composed.norm:.4g})")
+    output.hint(f"measure it: cgmerge eval {out} --base {_base_word(plan)} --data TEST.jsonl")
+    output.result(
+        "cgmerge.compose/1", {"out": str(out), **describe(composed)}, short=str(out)
+    )
+
+
+def _show_plan(plan: "Plan", output: Output) -> None:
+    from dataclasses import asdict
+
+    rule = plan.rule
+    settings = ", ".join(f"{key}={value}" for key, value in asdict(rule.params).items())
+    output.line("plan", f"{rule.spec.name}({settings}) on {len(plan.sizes)} modules")
+    for expert, weight in ((plan.experts[i], rule.weights[i]) for i in plan.given):
+        ranks = "/".join(map(str, expert.ranks))
+        output.line("expert", f"{expert.name}  weight {weight:g}  rank {ranks}  {expert.digest[:12]}")
+    for name, value in asdict(rule.params).items():
+        output.detail("means", f"{name}={value}: {_doc(rule.spec.params, name)}")
+    output.detail("formula", rule.spec.formula)
+    output.detail("memory", f"about {plan.peak_bytes / 1e6:.0f} MB above start")
+    for warning in plan.warnings:
+        output.warn(warning)
+
+
+def _doc(params: type, name: str) -> str:
+    import dataclasses
+
+    item = next(item for item in dataclasses.fields(params) if item.name == name)
+    return str(item.metadata.get("doc", ""))
+
+
+def _finish_dry_run(plan: "Plan", output: Output) -> None:
+    kind = f"adapter of rank {plan.rank}" if plan.rank else "full model"
+    output.line("output", f"{kind}; about {plan.peak_bytes / 1e6:.0f} MB of memory")
+    output.line("ok", "nothing written (dry run)")
+    output.result(
+        "cgmerge.compose/1",
+        {
+            "out": None,
+            "method": plan.rule.spec.name,
+            "rank": plan.rank or None,
+            "modules": len(plan.sizes),
+            "entries": plan.entries,
+            "peak_bytes": plan.peak_bytes,
+            "warnings": plan.warnings,
+        },
+    )
+
+
+def _params(settings: list[str], scale: float | None) -> dict[str, Any]:
+    params: dict[str, Any] = {}
+    for text in settings:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--set takes KEY=VALUE, found {text!r}", code="parameter")
+        if key in params:
+            raise UsageError(f"--set {key} is given twice", code="parameter")
+        params[key] = value
+    if scale is not None:
+        if "scale" in params:
+            raise UsageError("--scale and --set scale are both given", code="parameter")
+        params["scale"] = scale
+    return params
+
+
+def _changed(recipe: "Recipe", changes: dict[str, Any], params: dict[str, Any]) -> "Recipe":
+    """Let options on the command line override a recipe."""
+    from dataclasses import replace
+
+    kept = dict(recipe.params) if changes.get("method", recipe.method) == recipe.method else {}
+    return replace(recipe, **changes, params={**kept, **params})
+
+
+def _base_word(plan: "Plan") -> str:
+    return plan.base.ref if plan.base else "BASE"

@@ -1,0 +1,233 @@
+"""`cgmerge eval`: score base, experts, merged adapters and models side by side."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from cgmerge.cli import options
+from cgmerge.cli.output import Output
+from cgmerge.errors import UsageError
+
+if TYPE_CHECKING:
+    from cgmerge.evals.record import Evaluation, Record, Result
+    from cgmerge.evals.runner import Settings
+    from cgmerge.evals.suite import SkillSet
+    from cgmerge.evals.targets import Target
+    from cgmerge.modules.base import Base
+
+SCHEMA = "cgmerge.eval/1"
+
+
+def evaluate(  # noqa: PLR0913  (one argument per option)
+    *,
+    base: options.BaseRef,
+    data: Annotated[
+        list[str],
+        typer.Option(
+            "--data", metavar="[NAME=]FILE...", help="Data files; each is a skill, named after it"
+        ),
+    ],
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME=]TARGET", help="Adapter or model folders, named after themselves"
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Record to write; items go beside it")
+    ] = None,
+    metric: Annotated[
+        Literal["exact", "loglik"], typer.Option("--metric", help="What the score is")
+    ] = "exact",
+    generate: Annotated[
+        bool, typer.Option("--generate", help="Also generate greedily and compare item by item")
+    ] = False,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Items in a pass", min=1)] = 32,
+    limit: Annotated[
+        int | None, typer.Option("--limit", help="First N items of each skill", min=1)
+    ] = None,
+    least: Annotated[
+        float | None,
+        typer.Option("--min", help="Exit with 1 if a target scores lower on a skill"),
+    ] = None,
+    compare_to: Annotated[
+        str | None, typer.Option("--compare-to", metavar="NAME", help="Default: the base")
+    ] = None,
+    no_base: Annotated[bool, typer.Option("--no-base", help="Leave the base out")] = False,
+    expect_same: Annotated[
+        bool, typer.Option("--expect-same", help="Accept targets that score as the base")
+    ] = False,
+    force_base: Annotated[
+        bool, typer.Option("--force-base", help="Accept adapters of another base fingerprint")
+    ] = False,
+    load_in_4bit: Annotated[
+        bool, typer.Option("--load-in-4bit", help="Quantize weights on loading (bitsandbytes)")
+    ] = False,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    seed: options.Seed = 0,
+    overwrite: options.Overwrite = False,
+    dry_run: options.DryRun = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Score base, experts, merged adapters and models side by side, with intervals.
+
+    An item is right when every token of the answer, its end included, is the first choice.
+
+    For example:
+
+      cgmerge eval experts/* --base tiny --data skills/*.jsonl -o record.json
+
+      cgmerge eval ties=merged sum=other --base BASE --data test.jsonl --compare-to sum
+
+      cgmerge eval merged --base BASE --data test.jsonl --min 0.9
+    """
+    from cgmerge.evals.record import check_out
+    from cgmerge.evals.runner import Settings
+    from cgmerge.evals.suite import read_skills, split_name
+    from cgmerge.evals.targets import LoadOptions, open_targets
+    from cgmerge.modules.base import open_base
+
+    output = Output(as_json=as_json, quiet=quiet, verbose=verbose)
+    settings = Settings(
+        metric="exact_match" if metric == "exact" else "loglik",
+        batch_size=batch_size,
+        generates=generate,
+        keeps_base=not no_base,
+        expects_same=expect_same,
+        compare_to=compare_to,
+        limit=limit,
+        seed=seed,
+        loading=LoadOptions(device, dtype, load_in_4bit),
+    )
+    if no_base and not targets:
+        raise UsageError("nothing is left to evaluate", code="targets", hint="name a target")
+    if out is not None:
+        inputs = [Path(split_name(spec)[1]).expanduser() for spec in data]
+        check_out(out, overwrite=overwrite, inputs=inputs)
+    opened = open_base(base)
+    skills = read_skills(data, limit=limit)
+    found = open_targets(targets or [], opened, force_base=force_base)
+    _say_what(opened, found, skills, output)
+    if dry_run:
+        _finish_dry_run(opened, found, skills, output)
+        return
+    evaluation = _measure(opened, found, skills, settings, output)
+    record = evaluation.record
+    if out is not None:
+        from cgmerge.evals.record import write_record
+
+        record = write_record(out, evaluation, overwrite=overwrite)
+    failed = _below(record, least)
+    _show(record, failed, out, output)
+    output.result(SCHEMA, _fields(record, out, least, failed), short=_short(record, out))
+    if failed:
+        raise typer.Exit(1)
+
+
+def _measure(
+    base: "Base",
+    targets: "list[Target]",
+    skills: "list[SkillSet]",
+    settings: "Settings",
+    output: Output,
+) -> "Evaluation":
+    from cgmerge.evals.runner import count_rows, evaluate_targets
+    from cgmerge.modules.loading import load_base
+
+    loading = settings.loading
+    loaded = load_base(
+        base, device=loading.device, dtype=loading.dtype, load_in_4bit=loading.load_in_4bit
+    )
+    kind = str(loaded.model.dtype).removeprefix("torch.")
+    output.detail("device", f"{loaded.model.device}, {kind}")
+    with output.progress("eval", count_rows(targets, skills, settings)) as advance:
+        return evaluate_targets(loaded, targets, skills, settings, progress=advance)
+
+
+def _say_what(
+    base: "Base", targets: "list[Target]", skills: "list[SkillSet]", output: Output
+) -> None:
+    output.line("base", f"{base.ref}  {base.fingerprint}")
+    for target in targets:
+        output.line("target", f"{target.name}  {target.kind}  sha256 {target.digest[:12]}")
+    for skill in skills:
+        output.line("skill", f"{skill.name}  {len(skill.examples)} items from {skill.source}")
+
+
+def _finish_dry_run(
+    base: "Base", targets: "list[Target]", skills: "list[SkillSet]", output: Output
+) -> None:
+    for target in targets:
+        for warning in target.warnings:
+            output.warn(warning)
+    output.line("ok", "nothing evaluated, nothing written (dry run)")
+    output.result(
+        SCHEMA,
+        {
+            "results": [],
+            "items": None,
+            "dry_run": True,
+            "base": {"name": base.ref, "fingerprint": base.fingerprint},
+            "targets": [
+                {"name": one.name, "kind": one.kind, "digest": one.digest} for one in targets
+            ],
+            "skills": [{"name": one.name, "n": len(one.examples)} for one in skills],
+        },
+    )
+
+
+def _below(record: "Record", least: float | None) -> "list[Result]":
+    """List results under the bar; the base has to pass only when it stands alone."""
+    if least is None:
+        return []
+    judged = [one for one in record.targets if one.kind != "base" or len(record.targets) == 1]
+    names = {one.name for one in judged}
+    return [one for one in record.results if one.target in names and one.score < least]
+
+
+def _show(record: "Record", failed: "list[Result]", out: Path | None, output: Output) -> None:
+    from cgmerge.cli.scoretable import how_to_read, score_table
+
+    for warning in record.warnings:
+        output.warn(warning)
+    output.table(*score_table(record))
+    output.text("")
+    output.text(how_to_read(record))
+    if record.settings.generate:
+        agree = sum(one.agree or 0 for one in record.results)
+        n = sum(one.n for one in record.results)
+        output.text(f"generation and teacher forcing agree on {agree} of {n} items")
+    for one in failed:
+        output.line("below", f"{one.target} on {one.skill}: {one.score:.4f}")
+    if out is not None:
+        output.line("wrote", f"{out} and {record.items.file if record.items else ''}")
+
+
+def _fields(
+    record: "Record", out: Path | None, least: float | None, failed: "list[Result]"
+) -> dict[str, Any]:
+    from cgmerge.evals.record import items_path
+
+    content = asdict(record)
+    shown = {key: content[key] for key in _SHOWN}
+    return {
+        **shown,
+        "items": str(items_path(out)) if out is not None else None,
+        "out": str(out) if out is not None else None,
+        "min": least,
+        "passed": not failed,
+    }
+
+
+_SHOWN = ("base", "targets", "skills", "results", "means", "comparisons", "warnings", "settings")
+
+
+def _short(record: "Record", out: Path | None) -> str:
+    if out is not None:
+        return str(out)
+    return "\n".join(f"{mean.target} {mean.score:.4f}" for mean in record.means)

@@ -1,0 +1,132 @@
+"""`cgmerge inspect`: show what an expert or a base is, without loading a model."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cgmerge.cli import options
+from cgmerge.cli.output import Output
+
+if TYPE_CHECKING:
+    from cgmerge.modules.expert import Expert
+
+
+def inspect(
+    target: Annotated[str, typer.Argument(help="An expert, a composed adapter, or a base model")],
+    base: Annotated[
+        str | None, typer.Option("--base", help="Also check that the expert fits this base")
+    ] = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Show what an expert is: skill, base, rank, scaling, size, norms, where it comes from."""
+    from cgmerge.modules.base import open_base
+    from cgmerge.modules.builtin import builtin_base
+    from cgmerge.modules.expert import CONFIG, open_expert
+    from cgmerge.refs import local_folder
+
+    output = Output(as_json=as_json, quiet=quiet, verbose=verbose)
+    folder = builtin_base(target) or local_folder(target, what="expert or base")
+    if not (folder / CONFIG).exists() and (folder / "config.json").exists():
+        _inspect_base(target, output)
+        return
+    expert = open_expert(target)
+    if base is not None:
+        expert.deltas(open_base(base))
+        output.line("fits", f"all {len(expert.pairs)} modules fit {base}")
+    for warning in expert.warnings:
+        output.warn(warning)
+    facts = _facts(expert)
+    for label, text in _lines(expert, facts):
+        output.text(f"{label:<10}{text}")
+    if verbose:
+        rows = [
+            [path, str(n["rank"]), f"{n['scaling']:g}", f"{n['norm']:.4g}"]
+            for path, n in facts["modules"].items()
+        ]
+        output.table(["module", "rank", "scaling", "norm"], rows)
+    output.result("cgmerge.inspect/1", facts, short=expert.digest)
+
+
+def _inspect_base(ref: str, output: Output) -> None:
+    from cgmerge.modules.base import open_base
+
+    base = open_base(ref)
+    parameters = sum(
+        int(_product(info.shape)) for name, info in base.infos.items() if name in base.files
+    )
+    facts: dict[str, Any] = {
+        "kind": "base",
+        "ref": ref,
+        "model_type": base.model_type,
+        "fingerprint": base.fingerprint,
+        "parameters": parameters,
+        "modules": len(base.modules),
+        "tied_head": base.ties_head,
+    }
+    for label in ("model_type", "fingerprint", "parameters", "tied_head"):
+        output.text(f"{label:<13}{facts[label]:,}" if label == "parameters" else
+                    f"{label:<13}{facts[label]}")  # fmt: skip
+    output.result("cgmerge.inspect/1", facts, short=base.fingerprint)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _facts(expert: "Expert") -> dict[str, Any]:
+    deltas = expert.deltas()
+    modules = {
+        path: {"rank": pair.rank, "scaling": pair.scaling, "norm": deltas[path].norm()}
+        for path, pair in expert.pairs.items()
+    }
+    card = expert.card.model_dump(mode="json", by_alias=True) if expert.card else None
+    return {
+        "kind": "expert",
+        "name": expert.name,
+        "sha256": expert.digest,
+        "size_bytes": sum(p.stat().st_size for p in Path(expert.folder).iterdir() if p.is_file()),
+        "ranks": expert.ranks,
+        "alpha": expert.config.alpha,
+        "rslora": expert.config.use_rslora,
+        "base": expert.config.base_name,
+        "base_fingerprint": expert.base_fingerprint,
+        "norm": sum(m["norm"] ** 2 for m in modules.values()) ** 0.5,
+        "idle_modules": [path for path, m in modules.items() if m["norm"] == 0.0],
+        "modules": modules,
+        "card": card,
+        "warnings": list(expert.warnings),
+    }
+
+
+def _lines(expert: "Expert", facts: dict[str, Any]) -> list[tuple[str, str]]:
+    scalings = sorted({m["scaling"] for m in facts["modules"].values()})
+    shown = ", ".join(f"{value:g}" for value in scalings[:4])
+    dtype = next(iter(expert.file.infos.values())).dtype
+    lines = [
+        ("expert", f"{expert.name}   ({expert.folder})"),
+        ("base", f"{facts['base'] or 'unknown'}   {facts['base_fingerprint'] or 'no fingerprint'}"),
+        (
+            "lora",
+            f"rank {'/'.join(map(str, expert.ranks))}, scaling {shown}"
+            f"{' (rsLoRA)' if facts['rslora'] else ''}, {len(expert.pairs)} modules, {dtype}",
+        ),
+        ("delta", f"‖ΔW‖ {facts['norm']:.4g}"),
+        ("size", f"{facts['size_bytes']:,} bytes"),
+        ("sha256", expert.digest),
+    ]
+    if facts["idle_modules"]:
+        lines.append(("idle", f"{len(facts['idle_modules'])} modules have ΔW = 0"))
+    if expert.card:
+        for source in expert.card.data:
+            lines.append(
+                ("data", f"{source.name}: {source.rows:,} rows, sha256 {source.sha256[:12]}…")
+            )
+        for key, value in expert.card.metrics.items():
+            lines.append(("metric", f"{key} = {value}"))
+    return lines

@@ -1,0 +1,82 @@
+"""Scores as a table that says how sure they are, and a line that says how to read it."""
+
+from collections.abc import Sequence
+
+from cgmerge.evals.record import Comparison, Mean, Record, Result
+
+MOST_COLUMNS = 6
+"""With more skills than this they become the rows."""
+
+_Cells = list[list[str]]
+
+
+def score_table(record: Record) -> tuple[list[str], _Cells]:
+    """Lay out targets against skills, with intervals, means and the paired comparison.
+
+    Args:
+        record: Of an evaluation.
+
+    Returns:
+        Column titles and rows of cells; the best of each skill carries a `*`.
+    """
+    names = [target.name for target in record.targets]
+    columns = [_column(record, skill.name) for skill in record.skills]
+    titles = [skill.name for skill in record.skills]
+    if len(titles) > 1:
+        columns.append(_marked(record.means))
+        titles.append("mean")
+    if record.comparisons:
+        columns.append(_against(record, names))
+        titles.append(f"vs {record.settings.compare_to}")
+    if len(record.skills) > MOST_COLUMNS:
+        rows = [[title, *cells] for title, cells in zip(titles, columns, strict=True)]
+        return ["skill", *names], rows
+    rows = [[name, *cells] for name, *cells in zip(names, *columns, strict=True)]
+    return ["target", *titles], rows
+
+
+def how_to_read(record: Record) -> str:
+    """Say in two lines what the numbers are and on how many items they rest."""
+    sizes = sorted({skill.n for skill in record.skills})
+    n = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    what = (
+        "share of items answered exactly, end included"
+        if record.settings.metric == "exact_match"
+        else "mean log-likelihood of a target token"
+    )
+    text = f"how to read: {what} [95 % interval], n = {n} items per skill"
+    if len(record.targets) > 1:
+        text += "; * best of its skill"
+    if len(record.skills) > 1:
+        text += "; the mean weighs every skill the same"
+    if record.comparisons:
+        text += (
+            f"\nvs {record.settings.compare_to}: difference in exact match on the same items and"
+            " its exact McNemar p, Holm-corrected over targets"
+        )
+    return text
+
+
+def _column(record: Record, skill: str) -> list[str]:
+    return _marked([result for result in record.results if result.skill == skill])
+
+
+def _marked(scores: Sequence[Result | Mean]) -> list[str]:
+    """Write scores, and mark the best unless all are the same."""
+    best = max(score.score for score in scores)
+    differ = any(score.score != best for score in scores)
+    return [
+        f"{one.score:.2f}{'*' if differ and one.score == best else ' '}"
+        f"[{one.low:.2f}, {one.high:.2f}]"
+        for one in scores
+    ]
+
+
+def _against(record: Record, names: Sequence[str]) -> list[str]:
+    overall = {one.target: one for one in record.comparisons if one.skill is None}
+    return [_difference(overall[name]) if name in overall else "" for name in names]
+
+
+def _difference(one: Comparison) -> str:
+    p = f"p={one.p_holm:.3f}" if one.p_holm >= 0.001 else "p<0.001"
+    return f"{one.difference:+.2f} {p}"

@@ -1,0 +1,490 @@
+"""Compose experts into one adapter or one model: plan, compute, write, read back.
+
+`make_plan` opens and checks everything and computes nothing; `--dry-run` stops there. `run_plan`
+writes the result folder in one step. The order in which experts were named does not matter: they
+are sorted by content first, so that equal inputs give equal bytes.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cgmerge import fs
+from cgmerge.errors import Damaged, Incompatible, NotFound, UsageError
+from cgmerge.modules.adapter_out import AdapterForm, missing_siblings, write_adapter
+from cgmerge.modules.base import Base, open_base
+from cgmerge.modules.card import BaseId, ExpertCard, package_versions, write_card
+from cgmerge.modules.expert import Expert, ExpertDeltas, check_modules, open_expert
+from cgmerge.modules.recipe import RECORD, SCHEMA, ExpertRef, Recipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from cgmerge.merge import LowRank, Rule
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked composition.
+
+    Attributes:
+        recipe: What was asked for.
+        experts: Opened, in canonical order.
+        refs: How the user named them, in the same order.
+        deltas: Their task vectors.
+        rule: Method, parameters and weights, in the same order.
+        rank: Rank of the adapter; 0 for a model.
+        base: The base, where one was given.
+        warnings: What the user should know.
+    """
+
+    recipe: Recipe
+    experts: list[Expert]
+    refs: list[str]
+    deltas: list[ExpertDeltas]
+    rule: "Rule"
+    rank: int
+    base: Base | None
+    given: list[int] = field(default_factory=list)
+    """Position in `experts` of the first, second … expert as the user named them."""
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Return (out, in) of every module that any expert touches."""
+        return {
+            path: (out, into)
+            for deltas in self.deltas
+            for path, (out, into, _) in deltas.sizes.items()
+        }
+
+    @property
+    def entries(self) -> int:
+        """Return the number of adapted weight entries."""
+        return sum(out * into for out, into in self.sizes.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return a rough estimate of the memory above the program's own."""
+        from cgmerge.merge.deltas import BLOCK_ENTRIES
+
+        largest = max(out * into for out, into in self.sizes.values())
+        adapter = sum((out + into) * self.rank * 4 for out, into in self.sizes.values())
+        dense = 0 if self.rule.spec.linear and self.recipe.form == "adapter" else 3 * largest * 4
+        return adapter + dense + 16 * BLOCK_ENTRIES + self._shard_bytes()
+
+    def _shard_bytes(self) -> int:
+        if self.base is None or self.recipe.form == "adapter":
+            return 0
+        return max(path.stat().st_size for path in set(self.base.files.values()))
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """What happened to one module: norm of the merged delta, relative error of the truncation."""
+
+    norm: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Composed:
+    """The result of `run_plan`, as stored in cgmerge.json and printed with `--json`."""
+
+    out: Path
+    plan: Plan
+    modules: dict[str, ModuleReport]
+    rounding_error: float
+    warnings: list[str]
+
+    @property
+    def norm(self) -> float:
+        """Return ‖ΔW‖ over all modules."""
+        return math.sqrt(sum(report.norm**2 for report in self.modules.values()))
+
+    @property
+    def truncation_error(self) -> float:
+        """Return ‖ΔW − written‖ / ‖ΔW‖ over all modules, from the truncation alone."""
+        lost = sum((report.norm * report.error) ** 2 for report in self.modules.values())
+        return math.sqrt(lost) / self.norm if self.norm else 0.0
+
+
+def make_plan(recipe: Recipe) -> Plan:
+    """Open base and experts, check that they fit, and fix order, weights and rank.
+
+    Raises:
+        CgmergeError: Anything that would make the composition wrong or impossible; see `Recipe`,
+            `open_expert`, `open_base` and the method.
+    """
+    from cgmerge.merge import make_rule, plan_rank
+
+    base = open_base(recipe.base) if recipe.base is not None else None
+    opened = [(_open(item, recipe), item) for item in recipe.experts]
+    order = sorted(range(len(opened)), key=lambda i: _order_key(opened[i]))
+    experts = [opened[i][0] for i in order]
+    items = [opened[i][1] for i in order]
+    _check_same_base(experts, recipe)
+    deltas = [expert.deltas(base, force_base=recipe.force_base) for expert in experts]
+    _check_same_shapes(experts)
+    rule = make_rule(
+        recipe.method, len(experts), weights=[item.weight for item in items], params=recipe.params
+    )
+    rank = plan_rank(rule, deltas, recipe.rank) if recipe.form == "adapter" else 0
+    given = [order.index(i) for i in range(len(order))]
+    plan = Plan(recipe, experts, [item.ref for item in items], deltas, rule, rank, base, given)
+    plan.warnings.extend(_plan_warnings(plan))
+    return plan
+
+
+def run_plan(
+    plan: Plan, out: Path, *, overwrite: bool = False, progress: Progress | None = None
+) -> Composed:
+    """Compute, write and verify the result folder.
+
+    Args:
+        plan: From `make_plan`.
+        out: Result folder; appears complete or not at all.
+        overwrite: Replace an existing folder.
+        progress: Called with the number of finished modules.
+
+    Raises:
+        UsageError: `out` exists, or lies inside an expert.
+        Incompatible: The result changes nothing, or rounding swallows most of it.
+        Damaged: An input is not finite, or what was written does not read back the same.
+        StorageError: Disk full and the like; nothing is left behind.
+    """
+    out = fs.absolute(out)
+    for expert in plan.experts:
+        if expert.folder in out.parents:
+            raise UsageError(f"--out {out} lies inside the expert {expert.folder}", code="out_inside")
+    fs.check_target(out, overwrite=overwrite)
+    with fs.new_folder(out, overwrite=overwrite) as stage:
+        if plan.recipe.form == "model":
+            from cgmerge.modules.model_out import write_model
+
+            modules, rounding = write_model(plan, stage, progress)
+        else:
+            modules, rounding = _write_merged_adapter(plan, stage, progress)
+        warnings = [*plan.warnings, *_result_warnings(plan, modules, rounding)]
+        composed = Composed(out, plan, modules, rounding, warnings)
+        _write_records(composed, stage)
+    return composed
+
+
+def describe(composed: Composed) -> dict[str, Any]:
+    """Return the documented keys of `compose --json` (without `out`)."""
+    plan = composed.plan
+    params = asdict(plan.rule.params)
+    scale = params.pop("scale")
+    return {
+        "method": plan.rule.spec.name,
+        "params": params,
+        "scale": scale,
+        "experts": [_experts_record(plan)[i] for i in plan.given],
+        "base": _base_record(plan),
+        "as": plan.recipe.form,
+        "rank": plan.rank or None,
+        "truncation_error": composed.truncation_error,
+        "rounding_error": composed.rounding_error,
+        "norm": composed.norm,
+        "warnings": composed.warnings,
+    }
+
+
+def _open(item: ExpertRef, recipe: Recipe) -> Expert:
+    try:
+        expert = open_expert(item.ref)
+    except NotFound:
+        beside = recipe.folder / item.ref if recipe.folder else None
+        if beside is None or not beside.is_dir():
+            raise
+        expert = replace(open_expert(str(beside)), ref=item.ref)
+    if item.sha256 is not None and expert.digest != item.sha256:
+        raise Damaged(
+            f"{item.ref} is not the expert that the recipe names: sha256 {expert.digest[:16]}…,"
+            f" expected {item.sha256[:16]}…",
+            code="digest",
+            hint="the expert was changed since; remove `sha256` to take it as it is",
+            expected=item.sha256,
+            found=expert.digest,
+        )
+    return expert
+
+
+def _order_key(opened: tuple[Expert, ExpertRef]) -> tuple[str, float, str]:
+    expert, item = opened
+    return expert.digest, item.weight if item.weight is not None else 1.0, item.ref
+
+
+def _check_same_base(experts: list[Expert], recipe: Recipe) -> None:
+    known = {e.base_fingerprint: e for e in experts if e.base_fingerprint is not None}
+    if len(known) > 1 and not recipe.force_base:
+        lines = [
+            f"  {e.name}  {e.card.base.name if e.card else ''} {fingerprint}"
+            for fingerprint, e in known.items()
+        ]
+        raise Incompatible(
+            "these experts do not share a base\n" + "\n".join(lines),
+            code="base",
+            hint="compose experts of one base; --force-base overrides and is recorded",
+            found=sorted(str(fingerprint) for fingerprint in known),
+        )
+
+
+def _check_same_shapes(experts: list[Expert]) -> None:
+    seen: dict[str, tuple[int, int, Expert]] = {}
+    for expert in experts:
+        for path, pair in expert.pairs.items():
+            out, into, first = seen.setdefault(
+                path, (pair.out_features, pair.in_features, expert)
+            )
+            if (out, into) != (pair.out_features, pair.in_features):
+                raise Incompatible(
+                    f"module {path} is {out}×{into} in {first.folder}, but"
+                    f" {pair.out_features}×{pair.in_features} in {expert.folder}",
+                    code="shape",
+                    hint="these experts belong to different bases",
+                    tensor=path,
+                    expected=[out, into],
+                    found=[pair.out_features, pair.in_features],
+                )
+
+
+def _plan_warnings(plan: Plan) -> list[str]:
+    warnings = [text for expert in plan.experts for text in expert.warnings]
+    named = [plan.experts[i] for i in plan.given]
+    unknown = [expert.name for expert in named if expert.base_fingerprint is None]
+    if unknown:
+        checked = "shapes fit" if plan.base else "not checked: no --base"
+        warnings.append(
+            f"{', '.join(unknown[:5])}: no base fingerprint in the expert ({checked})"
+        )
+    if plan.recipe.force_base:
+        warnings.append("--force-base: base fingerprints were not enforced")
+    unit = set(plan.rule.weights)
+    if not plan.rule.spec.linear and len(plan.experts) == 1 and unit != {1.0}:
+        warnings.append(
+            f"weights of `{plan.rule.spec.name}` are relative: for one expert they change nothing;"
+            " use --scale"
+        )
+    return warnings
+
+
+def _write_merged_adapter(
+    plan: Plan, stage: Path, progress: Progress | None
+) -> tuple[dict[str, ModuleReport], float]:
+    from cgmerge.merge import LowRank, Merger, pad_rank
+
+    merger = Merger(plan.rule, plan.deltas)
+    dtype = _adapter_dtype(plan.recipe.dtype)
+    factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    modules: dict[str, ModuleReport] = {}
+    lost = 0.0
+    for done, path in enumerate(merger.names, 1):
+        merged = merger.factors(path, plan.rank)
+        norm = math.sqrt(merged.norm_sq)
+        modules[path] = ModuleReport(norm, math.sqrt(merged.error_sq) / norm if norm else 0.0)
+        exact = pad_rank(merged.delta, plan.rank)
+        written = LowRank(exact.a.to(dtype), exact.b.to(dtype))
+        lost += _difference_sq(exact, written) if dtype != exact.a.dtype else 0.0
+        factors[path] = written.a, written.b
+        if progress:
+            progress(done)
+    total = math.sqrt(sum(report.norm**2 for report in modules.values()))
+    refuse_noop(plan, total)
+    for path, (out, into) in missing_siblings(plan.sizes).items():
+        if plan.base is None or _in_base(path, plan):
+            zero_a = factors[next(iter(factors))][0].new_zeros(plan.rank, into)
+            factors[path] = zero_a, zero_a.new_zeros(out, plan.rank)
+    form = AdapterForm(
+        rank=plan.rank,
+        alpha=plan.rank,
+        base_name=_base_name(plan),
+        fan_in_fan_out=_fan_in_fan_out(plan),
+        task_type=plan.experts[0].config.task_type,
+    )
+    write_adapter(stage, factors, form)
+    _verify_adapter(stage, factors)
+    return modules, math.sqrt(lost) / total if total else 0.0
+
+
+def _verify_adapter(stage: Path, factors: dict[str, Any]) -> None:
+    """Read the written folder back and compare every value with what was meant."""
+    import torch
+
+    expert = open_expert(str(stage))
+    wrong = set(expert.pairs) ^ set(factors)
+    for path, pair in expert.pairs.items():
+        a, b = factors[path]
+        same = torch.equal(expert.file.read(pair.a), a) and torch.equal(expert.file.read(pair.b), b)
+        if not same or pair.scaling != 1.0:
+            wrong.add(path)
+    expert.file.close()
+    if wrong:
+        raise Damaged(
+            f"what was written does not read back the same: {', '.join(sorted(wrong)[:5])}",
+            code="read_back",
+            hint="the storage is not reliable; nothing was committed",
+        )
+
+
+def _difference_sq(exact: "LowRank", written: "LowRank") -> float:
+    from cgmerge.merge import LowRank, inner, stack
+
+    rounded = LowRank(written.a.to(exact.a.dtype), written.b.to(exact.b.dtype))
+    gap = stack([exact, rounded], [1.0, -1.0])
+    return max(inner(gap, gap), 0.0)
+
+
+def refuse_noop(plan: Plan, norm: float) -> None:
+    """Refuse a result whose merged delta is zero, unless the recipe allows it.
+
+    Raises:
+        Incompatible: `norm` is 0.
+    """
+    if norm == 0.0 and not plan.recipe.allow_noop:
+        raise Incompatible(
+            "the composition changes nothing: the merged delta is zero in every module",
+            code="no_effect",
+            hint="check weights and experts (an untrained expert has B = 0); --allow-noop accepts"
+            " it",
+            found=0.0,
+        )
+
+
+def _result_warnings(
+    plan: Plan, modules: dict[str, ModuleReport], rounding: float
+) -> list[str]:
+    warnings = []
+    idle = [path for path, report in modules.items() if report.norm == 0.0]
+    if idle and len(idle) < len(modules):
+        warnings.append(
+            f"{len(idle)} of {len(modules)} modules do not change: {', '.join(idle[:5])}"
+        )
+    if rounding > 0.01:
+        warnings.append(
+            f"rounding to {plan.recipe.dtype} loses {rounding:.1%} of the delta;"
+            " --dtype float32 keeps it"
+        )
+    return warnings
+
+
+def _write_records(composed: Composed, stage: Path) -> None:
+    plan = composed.plan
+    record = {
+        "schema": SCHEMA,
+        "base": _base_record(plan),
+        "experts": _experts_record(plan),
+        "method": plan.rule.spec.name,
+        "params": asdict(plan.rule.params),
+        "force_base": plan.recipe.force_base,
+        "allow_noop": plan.recipe.allow_noop,
+        "output": {
+            "as": plan.recipe.form,
+            "rank": plan.rank if plan.rank else None,
+            "dtype": plan.recipe.dtype,
+            "allow_rounding": plan.recipe.allow_rounding,
+        },
+        "result": {
+            "norm": composed.norm,
+            "truncation_error": composed.truncation_error,
+            "rounding_error": composed.rounding_error,
+            "modules": {path: asdict(report) for path, report in composed.modules.items()},
+        },
+        "versions": package_versions(),
+        "warnings": composed.warnings,
+    }
+    fs.write_json(stage / RECORD, record)
+    fs.write_bytes(stage / "README.md", _model_card(composed).encode())
+    if plan.recipe.form == "adapter":
+        fingerprint = plan.base.fingerprint if plan.base else _shared_fingerprint(plan)
+        write_card(
+            stage,
+            ExpertCard(
+                skill="+".join(sorted({expert.name for expert in plan.experts}))[:200],
+                base=BaseId(name=_base_name(plan), fingerprint=fingerprint),
+                training={"composed": plan.rule.spec.name},
+                versions=package_versions(),
+            ),
+        )
+
+
+def _model_card(composed: Composed) -> str:
+    plan = composed.plan
+    lines = [
+        "---",
+        f"base_model: {_base_name(plan) or 'unknown'}",
+        f"library_name: {'peft' if plan.recipe.form == 'adapter' else 'transformers'}",
+        "tags: [lora, merge, cgmerge]",
+        "---",
+        "",
+        f"Composed with cgmerge: `{plan.rule.spec.name}`,"
+        f" {', '.join(f'{k}={v}' for k, v in asdict(plan.rule.params).items())}.",
+        "",
+        "| expert | weight | sha256 |",
+        "|---|---|---|",
+        *[
+            f"| {entry['name']} | {entry['weight']:g} | `{entry['sha256'][:16]}` |"
+            for entry in _experts_record(plan)
+        ],
+        "",
+        f"Formula: {plan.rule.spec.formula}",
+        "",
+    ]
+    if plan.rank:
+        lines.append(
+            f"Rank {plan.rank}; the truncation lost {composed.truncation_error:.2%} of the merged"
+            " delta (Frobenius)."
+        )
+    lines.append(f"The recipe is in `{RECORD}`; `cgmerge compose {RECORD} -o OUT` repeats it.")
+    return "\n".join(lines) + "\n"
+
+
+def _experts_record(plan: Plan) -> list[dict[str, Any]]:
+    return [
+        {"ref": ref, "name": expert.name, "sha256": expert.digest, "weight": weight}
+        for ref, expert, weight in zip(plan.refs, plan.experts, plan.rule.weights, strict=True)
+    ]
+
+
+def _base_record(plan: Plan) -> dict[str, Any] | None:
+    if plan.base is None:
+        return None
+    return {"ref": plan.base.ref, "fingerprint": plan.base.fingerprint}
+
+
+def _base_name(plan: Plan) -> str:
+    names = {expert.config.base_name for expert in plan.experts if expert.config.base_name}
+    if len(names) == 1:
+        return names.pop()
+    return plan.base.ref if plan.base else ""
+
+
+def _shared_fingerprint(plan: Plan) -> str | None:
+    known = {e.base_fingerprint for e in plan.experts}
+    return known.pop() if len(known) == 1 else None
+
+
+def _fan_in_fan_out(plan: Plan) -> bool:
+    if plan.base is None:
+        return False
+    shapes = [check_modules(expert, plan.base) for expert in plan.experts]
+    return all(shape.transposed for found in shapes for shape in found.values())
+
+
+def _in_base(path: str, plan: Plan) -> bool:
+    assert plan.base is not None
+    return any(
+        path.removeprefix(prefix) in plan.base.modules for prefix in ("", "transformer.", "model.")
+    )
+
+
+def _adapter_dtype(name: str) -> "torch.dtype":
+    import torch
+
+    chosen: torch.dtype = getattr(torch, "float32" if name == "auto" else name)
+    return chosen

@@ -1,0 +1,229 @@
+"""What every registered method must satisfy; a new method passes this suite unasked."""
+
+import dataclasses
+import json
+from typing import Literal, get_args, get_origin
+
+import pytest
+import torch
+import yaml
+
+from cgmerge.errors import Damaged, Incompatible
+from cgmerge.merge import LowRank, Merger, make_rule, merge_state_dicts
+from cgmerge.merge.registry import all_methods
+
+METHODS = [spec.name for spec in all_methods()]
+SPECS = {spec.name: spec for spec in all_methods()}
+SHAPES = {"b": (7, 5), "a": (3, 8), "c": (6,)}
+
+pytestmark = pytest.mark.parametrize("name", METHODS)
+
+
+def experts(count=3, *, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {
+            key: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+            for key, shape in SHAPES.items()
+        }
+        for _ in range(count)
+    ]
+
+
+def low_rank(count=3, *, seed=0, ranks=(2, 3, 1)):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {
+            key: LowRank(
+                torch.randn(ranks[i], shape[-1], generator=generator),
+                torch.randn(shape[0], ranks[i], generator=generator),
+            )
+            for key, shape in SHAPES.items()
+            if len(shape) == 2
+        }
+        for i in range(count)
+    ]
+
+
+def same(found, expected, tolerance=1e-6):
+    assert set(found) == set(expected)
+    for key in expected:
+        assert torch.allclose(found[key].double(), expected[key].double(), atol=tolerance), key
+
+
+def test_one_expert_comes_back(name):
+    expert = experts(1)
+    same(merge_state_dicts(name, expert, params=SPECS[name].identity), expert[0])
+
+
+def test_one_low_rank_expert_comes_back_at_its_rank(name):
+    expert = low_rank(1)
+    rule = make_rule(name, 1, params=SPECS[name].identity)
+    merger = Merger(rule, expert)
+    for key in merger.names:
+        result = merger.factors(key, 2)
+        wanted = expert[0][key].dense()
+        gap = torch.linalg.norm(result.delta.dense() - wanted) / torch.linalg.norm(wanted)
+        assert gap < 1e-6
+
+
+def test_order_of_experts_does_not_matter(name):
+    first = experts(3)
+    expected = merge_state_dicts(name, first)
+    same(merge_state_dicts(name, [first[2], first[0], first[1]]), expected, 1e-5)
+
+
+def test_order_of_names_does_not_matter(name):
+    first = experts(2)
+    turned = [dict(reversed(list(expert.items()))) for expert in first]
+    expected = merge_state_dicts(name, first)
+    found = merge_state_dicts(name, turned)
+    assert list(found) == sorted(found)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_zero_deltas_give_zero(name):
+    zeros = [{key: torch.zeros(shape) for key, shape in SHAPES.items()} for _ in range(2)]
+    result = merge_state_dicts(name, zeros)
+    assert all(torch.equal(value, torch.zeros_like(value)) for value in result.values())
+
+
+def test_a_common_factor_goes_through(name):
+    first = experts(3)
+    expected = merge_state_dicts(name, first)
+    scaled = [{key: value * 4.0 for key, value in expert.items()} for expert in first]
+    same(
+        merge_state_dicts(name, scaled),
+        {key: value * 4.0 for key, value in expected.items()},
+        1e-5,
+    )
+
+
+def test_the_scale_parameter_multiplies(name):
+    first = experts(3)
+    expected = {key: value * 0.25 for key, value in merge_state_dicts(name, first).items()}
+    same(merge_state_dicts(name, first, params={"scale": 0.25}), expected)
+
+
+def test_inputs_are_not_modified(name):
+    first = experts(3)
+    copies = [{key: value.clone() for key, value in expert.items()} for expert in first]
+    merge_state_dicts(name, first)
+    for expert, copy in zip(first, copies, strict=True):
+        assert all(torch.equal(expert[key], copy[key]) for key in copy)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_dtype_is_kept_and_computed_at_least_in_float32(name, dtype):
+    first = experts(3, dtype=dtype)
+    result = merge_state_dicts(name, first)
+    wide = merge_state_dicts(
+        name, [{key: value.double() for key, value in expert.items()} for expert in first]
+    )
+    for key, value in result.items():
+        assert value.dtype == dtype
+        # Within one rounding of the double result: nothing was accumulated in half precision.
+        assert torch.allclose(value.double(), wide[key], rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_the_same_call_gives_the_same_bits(name):
+    first = experts(3)
+    once, twice = merge_state_dicts(name, first), merge_state_dicts(name, first)
+    assert all(torch.equal(once[key], twice[key]) for key in once)
+
+
+def test_the_global_generator_is_left_alone(name):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    merge_state_dicts(name, experts(2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_threads_and_gradient_mode_are_left_alone(name):
+    threads = torch.get_num_threads()
+    merge_state_dicts(name, experts(2))
+    assert torch.get_num_threads() == threads
+    assert torch.is_grad_enabled()
+
+
+def test_factors_at_full_rank_equal_the_dense_merge(name):
+    loras = low_rank(3)
+    dense = [{key: delta.dense() for key, delta in expert.items()} for expert in loras]
+    expected = merge_state_dicts(name, dense)
+    merger = Merger(make_rule(name, 3), loras)
+    for key in merger.names:
+        result = merger.factors(key, 99)
+        assert torch.allclose(result.delta.dense(), expected[key], atol=1e-5)
+        assert result.error_sq <= 1e-10 * max(result.norm_sq, 1)
+
+
+def test_gauge_of_the_factors_does_not_matter(name):
+    loras = low_rank(3)
+    generator = torch.Generator().manual_seed(9)
+    turned = []
+    for expert in loras:
+        turned.append({})
+        for key, delta in expert.items():
+            mix = torch.randn(delta.rank, delta.rank, generator=generator) + 3 * torch.eye(
+                delta.rank
+            )
+            turned[-1][key] = LowRank(torch.linalg.solve(mix, delta.a), delta.b @ mix)
+    rule = make_rule(name, 3)
+    for key in Merger(rule, loras).names:
+        once = Merger(rule, loras).factors(key, 2).delta.dense()
+        again = Merger(rule, turned).factors(key, 2).delta.dense()
+        assert torch.linalg.norm(once - again) < 2e-3 * torch.linalg.norm(once)
+
+
+def test_block_size_does_not_matter(name, monkeypatch):
+    from cgmerge.merge import deltas
+
+    first = experts(3)
+    expected = merge_state_dicts(name, first)
+    monkeypatch.setattr(deltas, "BLOCK_ENTRIES", 16)
+    found = merge_state_dicts(name, first)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_not_finite_is_refused(name, bad):
+    first = experts(2)
+    first[1]["a"][1, 2] = bad
+    with pytest.raises(Damaged, match="'a'"):
+        merge_state_dicts(name, first)
+
+
+def test_other_shapes_are_refused(name):
+    first = experts(2)
+    first[1]["a"] = torch.zeros(3, 9)
+    with pytest.raises(Incompatible, match=r"\[3, 9\]"):
+        merge_state_dicts(name, first)
+
+
+def test_integers_are_refused(name):
+    with pytest.raises(Incompatible, match="float type"):
+        merge_state_dicts(name, [{"w": torch.ones(2, dtype=torch.int8)}])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (0,), (0, 4), (2, 3, 4)])
+def test_odd_shapes_work(name, shape):
+    result = merge_state_dicts(name, [{"w": torch.ones(shape)}, {"w": torch.ones(shape)}])
+    assert result["w"].shape == torch.Size(shape)
+
+
+def test_parameters_survive_json_and_yaml(name):
+    spec = SPECS[name]
+    params = dataclasses.asdict(spec.make_params({}))
+    assert spec.make_params(json.loads(json.dumps(params))) == spec.make_params({})
+    assert spec.make_params(yaml.safe_load(yaml.safe_dump(params))) == spec.make_params({})
+
+
+def test_it_is_documented(name):
+    spec = SPECS[name]
+    assert spec.summary and spec.formula and spec.use_when and spec.differs
+    assert "arXiv" in spec.paper
+    for item in dataclasses.fields(spec.params):
+        assert item.metadata["doc"], item.name
+        assert item.type in (float, int, bool) or get_origin(item.type) is Literal
+        if get_origin(item.type) is Literal:
+            assert item.default in get_args(item.type)
