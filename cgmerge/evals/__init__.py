@@ -1,0 +1,1 @@
+"""Measure models on skills: tasks, scoring, statistics, records."""

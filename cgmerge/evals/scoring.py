@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LOGIT_BUDGET = 1 << 26
 """Most logits computed at once: 256 MB in float32, whatever vocabulary and batch size."""
 MARGIN = 2
-"""Tokens that generation may write beyond the longest target: enough to show that it went on."""
+"""Tokens that generation may write beyond a row's target: enough to show that it went on."""
 
 Advance = Callable[[int], None]
 """Called with the number of rows just finished."""
@@ -98,13 +98,14 @@ def generate(
 
     Args:
         model: A causal language model; put into evaluation mode for the call.
-        rows: Prompts; the longest target sets how many tokens are written.
+        rows: Prompts; the target's length sets how many tokens are written.
         ends: Token ids that stop a row.
         batch_size: Most rows at once.
         advance: Progress.
 
     Returns:
-        Per row the new tokens up to and including the first end token.
+        Per row the new tokens up to and including the first end token, at most `MARGIN` more
+        than its target has.
 
     Raises:
         UsageError: A batch size below 1, or a row without prompt or target.
@@ -145,7 +146,7 @@ class _Extent:
     @property
     def width(self) -> int:
         """Positions that generation may need."""
-        return self.longest_prompt + self.longest_target
+        return self.longest_prompt + self.longest_target + MARGIN
 
     def grown(self, row: Encoded) -> "_Extent":
         prompt, target = len(row.prompt_ids), len(row.target_ids)
@@ -260,7 +261,11 @@ def _generate_batch(
         eos_token_id=list(ends),
         pad_token_id=ends[0],
     )
-    return [_until_end(tokens, ends) for tokens in written[:, width:].tolist()]
+    # The longest target of the batch must not decide how far the others are shown.
+    return [
+        _until_end(tokens[: len(row.target_ids) + MARGIN], ends)
+        for tokens, row in zip(written[:, width:].tolist(), rows, strict=True)
+    ]
 
 
 def _until_end(tokens: Sequence[int], ends: Sequence[int]) -> tuple[int, ...]:
