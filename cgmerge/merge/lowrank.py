@@ -21,6 +21,8 @@ from cgmerge.merge.deltas import LowRank
 PASSES = 1
 """Subspace iterations of `truncate_dense`; each costs two products with the matrix."""
 
+_CANCELLATION = 1e-4
+
 OVERSAMPLE = 8
 """Extra directions beyond the rank that `truncate_dense` carries along."""
 
@@ -99,7 +101,10 @@ def truncate_dense(
     root = values[:kept].sqrt()
     b = basis @ (left[:, :kept] * root).to(matrix.dtype)
     a = (root[:, None] * right[:kept]).to(matrix.dtype) @ q.T
-    error_sq = max(norm_sq - float(values[:kept].square().sum()), 0.0)
+    error_sq = norm_sq - float(values[:kept].square().sum())
+    if error_sq < _CANCELLATION * norm_sq:
+        # The difference of two nearly equal float32 sums is noise: measure what is left instead.
+        error_sq = float(_sum_squares(matrix - b @ a))
     return Truncated(LowRank(a, b), norm_sq, error_sq)
 
 

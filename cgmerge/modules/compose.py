@@ -256,8 +256,8 @@ def _check_same_shapes(experts: list[Expert]) -> None:
 
 def _plan_warnings(plan: Plan) -> list[str]:
     warnings = [text for expert in plan.experts for text in expert.warnings]
-    named = [plan.experts[i] for i in plan.given]
-    unknown = [expert.name for expert in named if expert.base_fingerprint is None]
+    # Sorted: warnings are part of the record, which must not depend on the order of the experts.
+    unknown = sorted(e.name for e in plan.experts if e.base_fingerprint is None)
     if unknown:
         checked = "shapes fit" if plan.base else "not checked: no --base"
         warnings.append(

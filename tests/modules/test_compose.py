@@ -1,0 +1,453 @@
+"""From expert folders to result folders: exact sums, honest errors, readable by plain peft."""
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import support
+import torch
+from safetensors.torch import load_file
+
+from cgmerge.errors import CgmergeError, Damaged, Incompatible, UsageError
+from cgmerge.modules.compose import describe, make_plan, run_plan
+from cgmerge.modules.recipe import ExpertRef, Recipe, read_recipe
+
+
+def composed(out, *refs, method="task-arithmetic", base=None, overwrite=False, **fields):
+    items = tuple(
+        ExpertRef(str(r[0]), r[1]) if isinstance(r, tuple) else ExpertRef(str(r)) for r in refs
+    )
+    recipe = Recipe(
+        experts=items, method=method, base=None if base is None else str(base), **fields
+    )
+    return run_plan(make_plan(recipe), out, overwrite=overwrite)
+
+
+def weighted_sum(*pairs):
+    total = {}
+    for folder, weight in pairs:
+        for path, delta in support.dense_deltas(folder).items():
+            total[path] = total.get(path, 0) + weight * delta
+    return total
+
+
+def reference_ties(folders, density):
+    """TIES on zero-filled dense float64 vectors, written down from the paper."""
+    dense = [support.dense_deltas(folder) for folder in folders]
+    names = sorted(set().union(*dense))
+    shapes = {n: next(d[n] for d in dense if n in d).shape for n in names}
+    flat = torch.stack(
+        [
+            torch.cat([d.get(n, torch.zeros(shapes[n], dtype=torch.float64)).flatten() for n in names])
+            for d in dense
+        ]
+    )
+    kept = int(density * flat.shape[1])
+    limits = flat.abs().sort(dim=1, descending=True).values[:, kept - 1 : kept]
+    flat = torch.where(flat.abs() >= limits, flat, 0.0)
+    sign = flat.sum(0).sign()
+    agree = (flat.sign() == sign) & (sign != 0)
+    mean = (flat * agree).sum(0) / agree.sum(0).clamp(min=1)
+    parts = mean.split([math.prod(shapes[n]) for n in names])
+    return {n: part.reshape(shapes[n]) for n, part in zip(names, parts, strict=True)}
+
+
+CONFIGS = [
+    {"rank": 4, "alpha": 8},
+    {"rank": 4, "alpha": 4},
+    {"rank": 16, "alpha": 16, "use_rslora": True},
+    {"rank": 5, "alpha": 3},
+    {"rank": 4, "alpha": 8, "ranks": {"v_proj": 2}},
+    {"rank": 4, "alpha": 8, "alpha_pattern": {"layers.1.self_attn.v_proj": 32}},
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    ("method", "params"),
+    [("linear", {}), ("task-arithmetic", {}), ("ties", {"density": 1.0})],
+)
+def test_one_expert_is_itself(tmp_path, qv, config, method, params):
+    folder = support.make_expert(tmp_path / "e", qv, **config)
+    composed(tmp_path / "out", folder, method=method, params=params)
+    expected = support.dense_deltas(folder)
+    assert support.relative(support.dense_deltas(tmp_path / "out"), expected) < 1e-6
+    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert written["lora_alpha"] == written["r"]
+    assert type(written["lora_alpha"]) is int
+    assert "rank_pattern" not in written
+    assert written["use_rslora"] is False
+
+
+@pytest.mark.parametrize(
+    "weights", [(1.0, 1.0, 1.0), (0.5, -2.0, 0.25), (1.0, 0.0, -1.0), (1e-3, 1e3, 1.0)]
+)
+def test_weighted_sums_are_exact_over_ranks_and_targets(experts, weights):
+    folders = [experts / name for name in ("E1", "E2", "E3")]
+    pairs = list(zip(folders, weights, strict=True))
+    result = composed(experts / "out", *pairs, rank="exact")
+    assert support.relative(support.dense_deltas(experts / "out"), weighted_sum(*pairs)) < 1e-6
+    assert result.truncation_error == 0.0
+    # q_proj has all three: 4 + 4 + 8.
+    assert result.plan.rank == 16
+
+
+@pytest.mark.parametrize("rank", [1, 3, 6])
+def test_truncated_sum_is_optimal_and_its_error_true(experts, rank):
+    pairs = [(experts / "E1", 1.0), (experts / "E3", 0.5)]
+    result = composed(experts / "out", *pairs, rank=rank)
+    wanted = weighted_sum(*pairs)
+    found = support.dense_deltas(experts / "out")
+    best = sum(float(torch.linalg.svdvals(m)[rank:].square().sum()) for m in wanted.values())
+    size = sum(float(m.square().sum()) for m in wanted.values())
+    assert result.truncation_error == pytest.approx(support.relative(found, wanted), rel=1e-3)
+    assert result.truncation_error == pytest.approx((best / size) ** 0.5, rel=1e-3)
+
+
+def test_ties_equals_the_dense_reference(experts):
+    folders = [experts / name for name in ("E1", "E2", "E3")]
+    # Rank 32 holds every matrix here, so nothing is truncated.
+    result = composed(experts / "out", *folders, method="ties", params={"density": 0.5}, rank=32)
+    expected = reference_ties(folders, 0.5)
+    assert support.relative(support.dense_deltas(experts / "out"), expected) < 1e-5
+    assert result.truncation_error < 1e-4
+
+
+def test_ties_to_low_rank_reports_its_error(experts):
+    folders = [experts / name for name in ("E1", "E2", "E3")]
+    result = composed(experts / "out", *folders, method="ties", params={"density": 0.5}, rank=6)
+    gap = support.relative(support.dense_deltas(experts / "out"), reference_ties(folders, 0.5))
+    assert result.truncation_error == pytest.approx(gap, rel=1e-3)
+    assert 0.01 < gap < 0.9
+
+
+def test_opposite_experts_have_no_effect(experts):
+    with pytest.raises(Incompatible) as caught:
+        composed(experts / "out", (experts / "E1", 1.0), (experts / "E1", -1.0))
+    assert caught.value.code == "incompatible.no_effect"
+    assert not (experts / "out").exists()
+    composed(
+        experts / "out", (experts / "E1", 1.0), (experts / "E1", -1.0), allow_noop=True
+    )
+    assert (experts / "out" / "adapter_model.safetensors").exists()
+
+
+def test_untrained_expert_has_no_effect(experts):
+    support.edit_tensors(
+        experts / "E1", lambda t: {n: v * 0 if "lora_B" in n else v for n, v in t.items()}
+    )
+    with pytest.raises(Incompatible, match="changes nothing"):
+        composed(experts / "out", experts / "E1")
+
+
+def test_idle_modules_are_named(experts):
+    def idle(tensors):
+        for name in tensors:
+            if "layers.1.self_attn.v_proj.lora_B" in name:
+                tensors[name].zero_()
+        return tensors
+
+    support.edit_tensors(experts / "E1", idle)
+    result = composed(experts / "out", experts / "E1")
+    assert any("layers.1.self_attn.v_proj" in warning for warning in result.warnings)
+
+
+def test_order_of_experts_gives_the_same_bytes(experts):
+    names = ("E1", "E2", "E3")
+    for number, order in enumerate(itertools.permutations(names)):
+        composed(experts / f"o{number}", *[experts / n for n in order], method="ties", rank=8)
+    first = support.folder_bytes(experts / "o0")
+    for number in range(1, 6):
+        assert support.folder_bytes(experts / f"o{number}") == first
+
+
+def test_hash_seed_and_threads_give_the_same_bytes(experts):
+    words = [sys.executable, "-m", "cgmerge", "compose", "E1", "E2=0.5", "E3", "--rank", "8"]
+    results = []
+    for seed, threads, method in [(0, 1, "ties"), (1, 2, "ties"), (2, 2, "ties")]:
+        out = f"s{seed}"
+        env = {**os.environ, "PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": str(threads)}
+        done = subprocess.run(
+            [*words, "-m", method, "-o", out, "-q"], cwd=experts, env=env, capture_output=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.decode().strip() == out
+        results.append(support.folder_bytes(experts / out))
+    assert results[0] == results[1] == results[2]
+
+
+def test_the_record_reproduces_the_bytes(experts, monkeypatch):
+    monkeypatch.chdir(experts)
+    recipe = Recipe(
+        experts=(ExpertRef("E1", 0.7), ExpertRef("E2", -0.2)),
+        method="ties",
+        params={"density": 0.3, "scale": 1.5},
+        rank=6,
+    )
+    run_plan(make_plan(recipe), experts / "once")
+    again = read_recipe(experts / "once" / "cgmerge.json")
+    run_plan(make_plan(again), experts / "deep" / "twice")
+    assert support.folder_bytes(experts / "once") == support.folder_bytes(experts / "deep" / "twice")
+
+
+def test_the_record_notices_a_changed_expert(experts, monkeypatch):
+    monkeypatch.chdir(experts)
+    composed(experts / "out", "E1", "E2")
+    support.make_expert(experts / "E1", support.pick(support.llama_shapes(), "q_proj"), seed=77)
+    with pytest.raises(Damaged, match="not the expert that the recipe names"):
+        make_plan(read_recipe(experts / "out" / "cgmerge.json"))
+
+
+def test_yaml_recipe(experts, monkeypatch):
+    monkeypatch.chdir(experts)
+    (experts / "r.yml").write_text(
+        "experts:\n  - E1=0.5\n  - {ref: E2, weight: -1}\nmethod: task-arithmetic\n"
+        "params: {scale: 2}\noutput: {rank: exact}\n"
+    )
+    run_plan(make_plan(read_recipe(experts / "r.yml")), experts / "out")
+    expected = weighted_sum((experts / "E1", 1.0), (experts / "E2", -2.0))
+    assert support.relative(support.dense_deltas(experts / "out"), expected) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("experts: []\nmethod: ties", "at least one"),
+        ("expert: [E1]", "unknown key `expert`"),
+        ("experts: [E1]\noutput: {rnk: 4}", "unknown key `rnk`"),
+        ("experts: [{ref: E1, weight: heavy}]", "weight must be a number"),
+        ("- a\n- b", "must hold a mapping"),
+        ("experts: [E1", "not valid YAML"),
+        ("experts: [E1]\noutput: {as: zip}", "adapter or model"),
+    ],
+)
+def test_bad_recipes_are_usage_errors(tmp_path, text, words):
+    (tmp_path / "r.yml").write_text(text)
+    with pytest.raises(UsageError, match=words):
+        read_recipe(tmp_path / "r.yml")
+
+
+def test_gaps_between_layers_are_filled_with_zeros(tmp_path):
+    shapes = {"model.layers.0.self_attn.q_proj": (32, 32), "model.layers.1.self_attn.v_proj": (16, 32)}
+    folder = support.make_expert(tmp_path / "e", shapes)
+    composed(tmp_path / "out", folder)
+    found = support.dense_deltas(tmp_path / "out")
+    assert len(found) == 4
+    assert found["model.layers.1.self_attn.q_proj"].abs().max() == 0
+    assert support.relative(found, support.dense_deltas(folder)) < 1e-6
+
+
+def test_half_precision_output_says_what_rounding_costs(experts):
+    result = composed(experts / "out", experts / "E1", dtype="bfloat16")
+    gap = support.relative(
+        support.dense_deltas(experts / "out"), support.dense_deltas(experts / "E1")
+    )
+    assert result.rounding_error == pytest.approx(gap, rel=1e-2)
+    assert 1e-4 < gap < 1e-2
+
+
+def test_experts_of_different_bases_are_refused(experts, models):
+    from cgmerge.modules.card import BaseId, ExpertCard, write_card
+
+    for name, base in (("E1", "fp1:a"), ("E2", "fp1:b")):
+        write_card(experts / name, ExpertCard(skill=name, base=BaseId(name="x", fingerprint=base)))
+    with pytest.raises(Incompatible, match="do not share a base") as caught:
+        composed(experts / "out", experts / "E1", experts / "E2")
+    assert caught.value.details["found"] == ["fp1:a", "fp1:b"]
+
+
+def test_experts_of_different_widths_are_refused(experts):
+    support.make_expert(experts / "W", {"model.layers.0.self_attn.q_proj": (64, 64)})
+    with pytest.raises(Incompatible, match="64×64"):
+        composed(experts / "out", experts / "E1", experts / "W")
+
+
+def test_existing_output_is_kept_unless_told(experts):
+    composed(experts / "out", experts / "E1")
+    before = support.folder_bytes(experts / "out")
+    with pytest.raises(UsageError) as caught:
+        composed(experts / "out", experts / "E2")
+    assert "--overwrite" in caught.value.hint
+    assert support.folder_bytes(experts / "out") == before
+    composed(experts / "out", experts / "E2", overwrite=True)
+    assert support.folder_bytes(experts / "out") != before
+
+
+def test_output_may_replace_an_input(experts):
+    expected = weighted_sum((experts / "E1", 1.0), (experts / "E2", 1.0))
+    composed(experts / "E1", experts / "E1", experts / "E2", overwrite=True)
+    assert support.relative(support.dense_deltas(experts / "E1"), expected) < 1e-6
+
+
+def test_output_inside_an_input_is_refused(experts):
+    with pytest.raises(UsageError, match="inside"):
+        composed(experts / "E1" / "sub", experts / "E1")
+
+
+def test_files_are_readable_by_others(experts):
+    before = os.umask(0o022)
+    try:
+        composed(experts / "out", experts / "E1")
+    finally:
+        os.umask(before)
+    assert {oct(p.stat().st_mode & 0o777) for p in (experts / "out").iterdir()} == {"0o644"}
+    assert oct((experts / "out").stat().st_mode & 0o777) == "0o755"
+
+
+def test_removing_an_expert_is_recomposing(experts):
+    composed(experts / "both", experts / "E1", experts / "E2")
+    composed(experts / "one", experts / "E1")
+    composed(experts / "both", experts / "E1", overwrite=True)
+    assert support.folder_bytes(experts / "both") == support.folder_bytes(experts / "one")
+
+
+def test_describe_keeps_the_order_of_the_user(experts):
+    result = composed(experts / "out", (experts / "E2", 2.0), (experts / "E1", 3.0))
+    shown = describe(result)
+    assert [entry["weight"] for entry in shown["experts"]] == [2.0, 3.0]
+    assert shown["experts"][0]["ref"].endswith("E2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["B", "G"])
+def test_plain_peft_gives_base_plus_delta(experts, models, base):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    if base == "G":
+        shapes = {"transformer.h.0.attn.c_attn": (96, 32), "transformer.h.1.attn.c_proj": (32, 32)}
+        folders = [
+            support.make_expert(experts / f"G{i}", shapes, seed=i, fan_in_fan_out=True)
+            for i in range(2)
+        ]
+    else:
+        folders = [experts / name for name in ("E1", "E2", "E3")]
+    composed(experts / "out", *folders, base=models / base, rank="exact")
+    torch.manual_seed(123)  # a failed load must not look right by coincidence
+    ids = torch.arange(8)[None]
+    plain = AutoModelForCausalLM.from_pretrained(models / base)
+    before = plain(ids).logits
+    expected = weighted_sum(*[(folder, 1.0) for folder in folders])
+    with torch.no_grad():
+        for path, delta in expected.items():
+            weight = plain.get_submodule(path).weight
+            weight += (delta.T if base == "G" else delta).float()
+    loaded = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(models / base), experts / "out"
+    )
+    effect, wanted = loaded(ids).logits - before, plain(ids).logits - before
+    assert wanted.abs().max() > 0.05
+    assert torch.allclose(effect, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(("base", "tied"), [("B", False), ("Bt", True)])
+def test_model_output_loads_by_itself(experts, models, base, tied):
+    from transformers import AutoModelForCausalLM
+
+    shapes = {**support.pick(support.llama_shapes(), "q_proj"), "lm_head": (128, 32)}
+    folder = support.make_expert(experts / "head", shapes, seed=5)
+    composed(experts / "out", folder, experts / "E3", base=models / base, form="model")
+    ids = torch.arange(8)[None]
+    plain = AutoModelForCausalLM.from_pretrained(models / base)
+    before = plain(ids).logits
+    expected = weighted_sum((folder, 1.0), (experts / "E3", 1.0))
+    if tied:
+        plain.lm_head.weight = torch.nn.Parameter(plain.lm_head.weight.detach().clone())
+    with torch.no_grad():
+        for path, delta in expected.items():
+            plain.get_submodule(path).weight += delta.float()
+    loaded = AutoModelForCausalLM.from_pretrained(experts / "out")
+    assert (plain(ids).logits - before).abs().max() > 0.05
+    assert torch.allclose(loaded(ids).logits, plain(ids).logits, atol=1e-5)
+    assert (experts / "out" / "generation_config.json").exists()
+
+
+def test_model_of_gpt2_adds_transposed(experts, models):
+    shapes = {"transformer.h.0.attn.c_attn": (96, 32), "transformer.h.1.attn.c_proj": (32, 32)}
+    folder = support.make_expert(experts / "g", shapes, fan_in_fan_out=True)
+    composed(experts / "out", folder, base=models / "G", form="model")
+    before = load_file(models / "G" / "model.safetensors")
+    after = load_file(experts / "out" / "model.safetensors")
+    for path, delta in support.dense_deltas(folder).items():
+        gap = after[f"{path}.weight"].double() - before[f"{path}.weight"].double()
+        assert torch.allclose(gap, delta.T, atol=1e-6)
+    untouched = [n for n in before if not any(n.startswith(p) for p in shapes)]
+    assert all(torch.equal(before[n], after[n]) for n in untouched)
+
+
+def test_sharded_base_gives_the_same_model(experts, models):
+    from transformers import AutoModelForCausalLM
+
+    sharded = experts / "sharded"
+    AutoModelForCausalLM.from_pretrained(models / "B").save_pretrained(
+        sharded, max_shard_size="20KB"
+    )
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    composed(experts / "a", experts / "E1", base=models / "B", form="model")
+    composed(experts / "b", experts / "E1", base=sharded, form="model")
+    whole = load_file(experts / "a" / "model.safetensors")
+    parts = {}
+    for path in (experts / "b").glob("*.safetensors"):
+        parts |= load_file(path)
+    assert set(whole) == set(parts)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    ids = torch.arange(6)[None]
+    one = AutoModelForCausalLM.from_pretrained(experts / "a")(ids).logits
+    two = AutoModelForCausalLM.from_pretrained(experts / "b")(ids).logits
+    assert torch.equal(one, two)
+
+
+def test_rounding_away_the_delta_is_reported_then_refused(experts, tmp_path):
+    support.make_llama(experts / "Bf", dtype=torch.bfloat16)
+    weak = {"params": {"scale": 0.02}}
+    result = composed(experts / "a", experts / "E1", base=experts / "Bf", form="model", **weak)
+    assert 0.01 < result.rounding_error < 0.5
+    assert any("rounding" in warning for warning in result.warnings)
+    lost = {"params": {"scale": 1e-5}}
+    with pytest.raises(Incompatible) as caught:
+        composed(experts / "b", experts / "E1", base=experts / "Bf", form="model", **lost)
+    assert caught.value.code == "incompatible.rounding"
+    assert not (experts / "b").exists()
+    kept = composed(
+        experts / "c", experts / "E1", base=experts / "Bf", form="model", dtype="float32", **lost
+    )
+    assert kept.rounding_error < 0.01
+
+
+def test_quantized_base_is_refused(experts, models):
+    import shutil
+
+    shutil.copytree(models / "B", experts / "Q")
+    path = experts / "Q" / "config.json"
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "quantization_config": {"load_in_4bit": True}})
+    )
+    with pytest.raises(Incompatible) as caught:
+        composed(experts / "out", experts / "E1", base=experts / "Q", form="model")
+    assert caught.value.code == "incompatible.quantized_base"
+
+
+def test_model_without_a_base_is_a_usage_error():
+    with pytest.raises(UsageError, match="needs the base"):
+        Recipe(experts=(ExpertRef("x"),), method="linear", form="model")
+
+
+def test_inputs_and_base_are_not_touched(experts, models):
+    before = {name: support.folder_bytes(experts / name) for name in ("E1", "E2")}
+    base = support.folder_bytes(models / "B")
+    composed(experts / "out", experts / "E1", experts / "E2", base=models / "B", form="model")
+    assert {name: support.folder_bytes(experts / name) for name in ("E1", "E2")} == before
+    assert support.folder_bytes(models / "B") == base
+
+
+def test_errors_leave_nothing_behind(experts):
+    support.edit_tensors(
+        experts / "E2", lambda t: {n: v * float("nan") for n, v in t.items()}
+    )
+    with pytest.raises(CgmergeError):
+        composed(experts / "out", experts / "E1", experts / "E2")
+    assert sorted(path.name for path in experts.iterdir()) == ["E1", "E2", "E3"]
