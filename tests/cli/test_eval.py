@@ -227,6 +227,18 @@ def test_errors_say_what_to_do(run, words, code, says):
     assert "Traceback" not in stderr
 
 
+@pytest.mark.parametrize("path", ["experts/sofd", "user/repo", "nothing"])
+def test_a_wrong_path_opens_no_socket(run, monkeypatch, path):
+    import socket
+
+    def refuse(*_):
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    assert run(path, *BOTH)[0] == 2
+    assert run("experts/soft", "--base", path, "--data", "copy.jsonl")[0] == 2
+
+
 def test_errors_as_json(run):
     code, stdout, stderr = run("experts/idle", *BOTH, "--json")
     assert (code, stdout) == (3, "")

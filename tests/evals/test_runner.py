@@ -376,3 +376,65 @@ def test_skill_files(tmp_path):
     with pytest.raises(NotFound) as near:
         read_skills([str(tmp_path / "singel.jsonl")])
     assert "single.jsonl" in near.value.hint
+
+
+def test_another_base_is_refused_or_recorded(shelf, loaded, skills, tmp_path):
+    from cgmerge.modules.card import BaseId, ExpertCard, write_card
+
+    tiny.make_adapter(tmp_path / "guest", loaded.model, seed=6, size=0.1)
+    write_card(
+        tmp_path / "guest", ExpertCard(skill="x", base=BaseId(name="b", fingerprint="fp1:9"))
+    )
+    with pytest.raises(Incompatible) as caught:
+        open_targets([str(tmp_path / "guest")], loaded.base)
+    assert caught.value.code == "incompatible.base"
+    forced = open_targets([str(tmp_path / "guest")], loaded.base, force_base=True)
+    warnings = evaluate_targets(loaded, forced, skills).record.warnings
+    assert len(warnings) == 1
+    assert "fp1:9" in warnings[0]
+
+
+def test_models_in_several_files_have_a_digest_over_all(shelf, loaded, tmp_path):
+    whole = tiny.merged(loaded.model, shelf / "one")
+    tiny.save(tmp_path / "single", whole, tiny.make_tokenizer())
+    whole.save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
+    tiny.make_tokenizer().save_pretrained(tmp_path / "sharded")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    single, sharded = open_targets(
+        [str(tmp_path / "single"), str(tmp_path / "sharded")], loaded.base
+    )
+    assert len({single.digest, sharded.digest}) == 2
+    assert len(sharded.digest) == 64
+
+
+def test_ties_and_disagreement_are_said(shelf, loaded, skills, tmp_path, monkeypatch):
+    flat = tiny.make_model(4)
+    torch.nn.init.zeros_(flat.lm_head.weight)
+    tiny.save(tmp_path / "flat", flat, tiny.make_tokenizer())
+    targets = open_targets([str(tmp_path / "flat")], loaded.base)
+    warnings = evaluate_targets(loaded, targets, skills).record.warnings
+    assert len(warnings) == 1
+    assert warnings[0].startswith("flat: on 48 of 48 items")
+    monkeypatch.setattr(scoring, "generate", lambda _m, rows, **_: [(2,)] * len(rows))
+    found = evaluate_targets(loaded, [], skills, Settings(generates=True))
+    right = sum(item.correct for item in found.items)
+    assert found.record.warnings == (
+        f"base: generation and teacher forcing disagree on {right} of 48 items",
+    )
+    assert sum(result.agree for result in found.record.results) == 48 - right
+
+
+def test_messages_are_items_too(loaded):
+    from cgmerge.modules.data import Message
+
+    asked = Example((Message("user", "copy : a ="),), "a")
+    other = Example((Message("user", "copy : b ="),), "a")
+    found = evaluate_targets(loaded, [], [SkillSet("chat", (asked, other))])
+    assert len({item.id for item in found.items}) == 2
+    assert found.items[0].expected == "a <eos>"
+
+
+def test_records_name_the_base_without_folders(shelf, monkeypatch, skills):
+    monkeypatch.chdir(shelf / "mine")
+    here = load_base(open_base("."), device="cpu", dtype="float32")
+    assert evaluate_targets(here, [], skills).record.base.name == "mine"

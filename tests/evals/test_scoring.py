@@ -212,3 +212,33 @@ def test_nan_is_an_error_not_a_score():
 def test_impossible_requests_are_refused(half_trained, row, size):
     with pytest.raises(UsageError):
         score(half_trained, [row], batch_size=size)
+
+
+def test_learned_positions_padding_and_limits():
+    """GPT-2 looks positions up in a table: wrong ones change scores, too many crash."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(2)
+    config = GPT2Config(
+        vocab_size=20, n_positions=16, n_embd=16, n_layer=2, n_head=2, initializer_range=0.4,
+        bos_token_id=None, eos_token_id=END, pad_token_id=None,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config).eval()
+    rng = torch.Generator().manual_seed(3)
+
+    def draw(count):
+        return torch.randint(2, 20, (count,), generator=rng).tolist()
+
+    sizes = [(1, 15), (14, 2), (15, 1), (3, 4), (7, 2), (2, 9), (5, 5)]
+    rows = [Encoded(draw(prompt), [*draw(target - 1), END]) for prompt, target in sizes]
+    own = generate(model, rows, ends=[END], batch_size=1)
+    rows += [Encoded(r.prompt_ids, list(o)) for r, o in zip(rows, own, strict=True)]
+    rows = [row for row in rows if len(row) <= 16]
+    alone = score(model, rows, batch_size=1)
+    for size in (2, 5, 14):
+        together = score(model, rows, batch_size=size)
+        assert [s.loglik for s in together] == pytest.approx([s.loglik for s in alone], abs=1e-5)
+        written = generate(model, rows, ends=[END], batch_size=size)
+        for tokens, row, found in zip(written, rows, alone, strict=True):
+            assert (list(tokens[: len(row.target_ids)]) == row.target_ids) == found.correct
+    assert any(found.correct for found in alone)
