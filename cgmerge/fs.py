@@ -44,7 +44,7 @@ _STORAGE_ERRNOS = {
 }
 
 
-def _step(operation: str, path: Path) -> None:  # noqa: ARG001
+def _step(operation: str, path: Path) -> None:
     """Announce a disk operation; the seam through which tests inject faults."""
 
 

@@ -6,6 +6,7 @@ what is near it, never with a hub look-up.
 """
 
 import difflib
+import math
 from pathlib import Path
 
 from cgmerge import fs
@@ -64,7 +65,7 @@ def parse_weighted(text: str) -> tuple[str, float | None]:
             code="weight",
             hint="write EXPERT=0.5",
         ) from None
-    if weight != weight or weight in (float("inf"), float("-inf")):
+    if not math.isfinite(weight):
         raise UsageError(f"the weight in {text!r} is not finite", code="weight")
     return ref, weight
 
@@ -83,9 +84,7 @@ def _fetch(ref: str, what: str) -> Path:
     repo, _, revision = ref.removeprefix(_REMOTE).partition("@")
     patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "tokenizer*"]
     try:
-        return Path(
-            snapshot_download(repo, revision=revision or None, allow_patterns=patterns)
-        )
+        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=patterns))
     except HFValidationError as error:
         raise UsageError(f"{ref} is not a hub reference: {error}", code="ref") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

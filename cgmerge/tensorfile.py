@@ -230,7 +230,9 @@ def open_regular(path: Path, *, follow_links: bool = False) -> int:
     return handle
 
 
-def read_small(path: Path, *, limit: int = strictjson.MAX_BYTES, follow_links: bool = False) -> bytes:
+def read_small(
+    path: Path, *, limit: int = strictjson.MAX_BYTES, follow_links: bool = False
+) -> bytes:
     """Read a small regular file whole.
 
     Raises:

@@ -61,7 +61,7 @@ def run(monkeypatch, capsys):
     def call(*words):
         from cgmerge.cli import app
 
-        code = app._run([str(word) for word in words])
+        code = app.run([str(word) for word in words])
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 

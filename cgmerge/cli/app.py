@@ -16,7 +16,8 @@ import typer
 from cgmerge._version import __version__
 from cgmerge.cli import compose, demo, doctor, evaluate, inspect, methods, train
 from cgmerge.cli.output import print_error
-from cgmerge.errors import CgmergeError, UsageError
+from cgmerge.cli.spread import spread
+from cgmerge.errors import CgmergeError, LimitExceeded, UsageError
 
 app = typer.Typer(
     name="cgmerge",
@@ -28,7 +29,7 @@ app = typer.Typer(
 )
 
 
-def _version(value: bool) -> None:  # noqa: FBT001  (typer passes it so)
+def _version(value: bool) -> None:
     if value:
         sys.stdout.write(f"cgmerge {__version__}\n")
         raise typer.Exit
@@ -36,8 +37,12 @@ def _version(value: bool) -> None:  # noqa: FBT001  (typer passes it so)
 
 @app.callback()
 def _root(
-    _show: bool = typer.Option(  # noqa: FBT001
-        False, "--version", callback=_version, is_eager=True, help="Print the version"  # noqa: FBT003
+    _show: bool = typer.Option(
+        False,
+        "--version",
+        callback=_version,
+        is_eager=True,
+        help="Print the version",
     ),
 ) -> None:
     pass
@@ -61,43 +66,53 @@ def main(arguments: list[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     signal.signal(signal.SIGTERM, _terminate)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    sys.exit(_run(words))
+    sys.exit(run(words))
 
 
-def _run(words: list[str]) -> int:
-    as_json = "--json" in words
+def run(words: list[str]) -> int:
+    """Run one command line in this process and return its exit code; nothing is raised."""
+    if words[:1] == ["eval"]:
+        words = spread(words, {"--data"})
     try:
         app(args=words, prog_name="cgmerge")
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
-        if code == 2 and as_json:
+        if code == UsageError.exit_code and "--json" in words:
             print_error(UsageError("the command line is wrong; see above"), as_json=True)
         return code
-    except CgmergeError as error:
-        if "--debug" in words or os.environ.get("CGMERGE_DEBUG"):
-            traceback.print_exc()
-        print_error(error, as_json=as_json)
-        return error.exit_code
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted; nothing half-written is left\n")
-        return 130
-    except BrokenPipeError:
-        # The reader (`| head`) went away; keep the interpreter from complaining at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except MemoryError:
-        sys.stderr.write("error: out of memory\n")
-        return 4
-    except Exception as error:  # noqa: BLE001  (the last line of defence: no traceback on screen)
-        return _report_bug(error)
+    except BaseException as error:  # noqa: BLE001  (the last line of defence)
+        return _exit_code(error, words)
     return 0
 
 
-def _report_bug(error: Exception) -> int:
+def _exit_code(error: BaseException, words: list[str]) -> int:
+    """Say what went wrong and return the code for it."""
+    if "--debug" in words or os.environ.get("CGMERGE_DEBUG"):
+        traceback.print_exception(error)
+    if isinstance(error, CgmergeError):
+        print_error(error, as_json="--json" in words)
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        sys.stderr.write("interrupted; nothing half-written is left\n")
+        return 130
+    if isinstance(error, BrokenPipeError):
+        # The reader (`| head`) went away; keep the interpreter from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    if isinstance(error, MemoryError):
+        print_error(
+            LimitExceeded("out of memory", code="memory", hint="close other programs, or use less"),
+            as_json="--json" in words,
+        )
+        return LimitExceeded.exit_code
+    return _report_bug(error)
+
+
+def _report_bug(error: BaseException) -> int:
     with tempfile.NamedTemporaryFile(
         "w", prefix="cgmerge-bug-", suffix=".txt", delete=False, encoding="utf-8"
     ) as file:
-        traceback.print_exc(file=file)
+        traceback.print_exception(error, file=file)
     sys.stderr.write(
         f"error: a bug in cgmerge: {type(error).__name__}: {error}\n\n"
         f"hint: the traceback is in {file.name}; please report it with the command\n"

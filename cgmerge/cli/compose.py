@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cgmerge.modules.recipe import Recipe
 
 
-def compose(  # noqa: PLR0913  (one argument per option)
+def compose(
     experts: Annotated[
         list[str],
         typer.Argument(
@@ -35,9 +35,7 @@ def compose(  # noqa: PLR0913  (one argument per option)
     ] = None,
     rank: Annotated[
         str | None,
-        typer.Option(
-            "--rank", help="Adapter rank: N, exact, or auto (sum of ranks, at most 64)"
-        ),
+        typer.Option("--rank", help="Adapter rank: N, exact, or auto (sum of ranks, at most 64)"),
     ] = None,
     form: Annotated[
         str | None, typer.Option("--as", help="adapter or model  [default: adapter]")
@@ -47,7 +45,9 @@ def compose(  # noqa: PLR0913  (one argument per option)
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", help="Float type written  [default: adapter float32, model as base]"),
+        typer.Option(
+            "--dtype", help="Float type written  [default: adapter float32, model as base]"
+        ),
     ] = None,
     force_base: Annotated[
         bool, typer.Option("--force-base", help="Accept experts of another base fingerprint")
@@ -77,7 +77,14 @@ def compose(  # noqa: PLR0913  (one argument per option)
       cgmerge compose merged/cgmerge.json -o again
     """
     from cgmerge.modules.compose import make_plan
-    from cgmerge.modules.recipe import ExpertRef, Recipe, is_recipe, parse_form, parse_rank, read_recipe
+    from cgmerge.modules.recipe import (
+        ExpertRef,
+        Recipe,
+        is_recipe,
+        parse_form,
+        parse_rank,
+        read_recipe,
+    )
     from cgmerge.refs import parse_weighted
 
     output = Output(as_json=as_json, quiet=quiet, verbose=verbose)
@@ -130,9 +137,7 @@ def _run(plan: "Plan", out: Path, *, overwrite: bool, output: Output) -> None:
         output.detail("module", f"{path}: norm {report.norm:.4g}, error {report.error:.3%}")
     output.line("wrote", f"{out} ({size / 1e6:.2f} MB, ‖ΔW‖ {composed.norm:.4g})")
     output.hint(f"measure it: cgmerge eval {out} --base {_base_word(plan)} --data TEST.jsonl")
-    output.result(
-        "cgmerge.compose/1", {"out": str(out), **describe(composed)}, short=str(out)
-    )
+    output.result("cgmerge.compose/1", {"out": str(out), **describe(composed)}, short=str(out))
 
 
 def _show_plan(plan: "Plan", output: Output) -> None:
@@ -143,7 +148,9 @@ def _show_plan(plan: "Plan", output: Output) -> None:
     output.line("plan", f"{rule.spec.name}({settings}) on {len(plan.sizes)} modules")
     for expert, weight in ((plan.experts[i], rule.weights[i]) for i in plan.given):
         ranks = "/".join(map(str, expert.ranks))
-        output.line("expert", f"{expert.name}  weight {weight:g}  rank {ranks}  {expert.digest[:12]}")
+        output.line(
+            "expert", f"{expert.name}  weight {weight:g}  rank {ranks}  {expert.digest[:12]}"
+        )
     for name, value in asdict(rule.params).items():
         output.detail("means", f"{name}={value}: {_doc(rule.spec.params, name)}")
     output.detail("formula", rule.spec.formula)

@@ -113,8 +113,8 @@ def _lines(expert: "Expert", facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("base", f"{facts['base'] or 'unknown'}   {facts['base_fingerprint'] or 'no fingerprint'}"),
         (
             "lora",
-            f"rank {'/'.join(map(str, expert.ranks))}, scaling {shown}"
-            f"{' (rsLoRA)' if facts['rslora'] else ''}, {len(expert.pairs)} modules, {dtype}",
+            (f"rank {'/'.join(map(str, expert.ranks))}, scaling {shown}"
+            f"{' (rsLoRA)' if facts['rslora'] else ''}, {len(expert.pairs)} modules, {dtype}"),
         ),
         ("delta", f"‖ΔW‖ {facts['norm']:.4g}"),
         ("size", f"{facts['size_bytes']:,} bytes"),
@@ -123,10 +123,9 @@ def _lines(expert: "Expert", facts: dict[str, Any]) -> list[tuple[str, str]]:
     if facts["idle_modules"]:
         lines.append(("idle", f"{len(facts['idle_modules'])} modules have ΔW = 0"))
     if expert.card:
-        for source in expert.card.data:
-            lines.append(
-                ("data", f"{source.name}: {source.rows:,} rows, sha256 {source.sha256[:12]}…")
-            )
-        for key, value in expert.card.metrics.items():
-            lines.append(("metric", f"{key} = {value}"))
+        lines += [
+            ("data", f"{source.name}: {source.rows:,} rows, sha256 {source.sha256[:12]}…")
+            for source in expert.card.data
+        ]
+        lines += [("metric", f"{key} = {value}") for key, value in expert.card.metrics.items()]
     return lines

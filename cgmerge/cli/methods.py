@@ -29,7 +29,9 @@ def methods(
         output.hint("explain one: cgmerge methods ties")
     else:
         output.text(_page(specs[0]))
-    output.result("cgmerge.methods/1", {"methods": described}, short="\n".join(s.name for s in specs))
+    output.result(
+        "cgmerge.methods/1", {"methods": described}, short="\n".join(s.name for s in specs)
+    )
 
 
 def _describe(spec: "MethodSpec") -> dict[str, Any]:
@@ -77,7 +79,9 @@ def _page(spec: "MethodSpec") -> str:
     )
     lines += ["", f"cost      {cost}", f"needs     {', '.join(spec.needs) or 'the experts only'}"]
     if spec.aliases:
-        names = [f"{a} ({', '.join(f'{k}={v}' for k, v in f.items())})" for a, f in spec.aliases.items()]
+        names = [
+            f"{a} ({', '.join(f'{k}={v}' for k, v in f.items())})" for a, f in spec.aliases.items()
+        ]
         lines.append(f"also as   {'; '.join(names)}")
     lines += [
         f"use when  {spec.use_when}",

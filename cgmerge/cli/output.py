@@ -27,7 +27,9 @@ class Output:
         verbose: Also details that are normally left out.
     """
 
-    def __init__(self, *, as_json: bool = False, quiet: bool = False, verbose: bool = False) -> None:
+    def __init__(
+        self, *, as_json: bool = False, quiet: bool = False, verbose: bool = False
+    ) -> None:
         self.as_json = as_json
         self.quiet = quiet
         self.verbose = verbose

@@ -70,8 +70,7 @@ def merge_state_dicts(
     compute = torch.float64 if double else torch.float32
     merger = Merger(rule, deltas, compute)
     return {
-        name: merger.dense(name).reshape(kinds[name][0]).to(kinds[name][1])
-        for name in merger.names
+        name: merger.dense(name).reshape(kinds[name][0]).to(kinds[name][1]) for name in merger.names
     }
 
 

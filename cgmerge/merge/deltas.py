@@ -7,6 +7,7 @@ stream that never holds more than one block of rows of all experts.
 """
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,7 +52,7 @@ class LowRank:
 
     def norm(self) -> float:
         """Return the Frobenius norm, from the Gram matrices of the factors (float64)."""
-        return max(inner(self, self), 0.0) ** 0.5
+        return math.sqrt(max(inner(self, self), 0.0))
 
 
 def inner(x: LowRank, y: LowRank) -> float:
@@ -171,13 +172,13 @@ class Blocks:
 
     def sample(self, share: int) -> Float[Tensor, "experts entries"]:
         """Return every `share`-th row (at least one per tensor), evenly spaced, of all experts."""
-        parts = []
+        parts: list[Tensor] = []
         for name in self.names:
             rows, _ = self.shapes[name]
             deltas = self.fetch(name)
             step = max(1, min(share, rows))
-            for row in range(step // 2, rows, step):
-                parts.append(self._values(deltas, name, row, row + 1).flatten(1))
+            chosen = range(step // 2, rows, step)
+            parts += [self._values(deltas, name, row, row + 1).flatten(1) for row in chosen]
         return torch.cat(parts, dim=1)
 
     def _module(self, name: str, start: int) -> Iterator[Block]:
@@ -190,7 +191,7 @@ class Blocks:
 
     def fetch(self, name: str) -> list[LowRank | Tensor | None]:
         """Return one module of every expert, None where absent (may read from disk)."""
-        return [expert[name] if name in expert else None for expert in self.experts]
+        return [expert.get(name, None) for expert in self.experts]
 
     def _values(
         self, deltas: Sequence[LowRank | Tensor | None], name: str, first: int, last: int
@@ -220,4 +221,3 @@ def _matrix_shape(delta: LowRank | Tensor) -> tuple[int, int]:
     if len(shape) == 1:
         return 1, shape[0]
     return shape[0], int(torch.Size(shape[1:]).numel())
-

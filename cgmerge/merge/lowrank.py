@@ -10,6 +10,7 @@ Halko, Martinsson & Tropp (arXiv:0909.4061), started from the experts' own row s
 random one, so that it needs no generator and converges in fewer passes.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -85,7 +86,7 @@ def truncate_dense(
     """
     out, into = matrix.shape
     kept = min(rank, out, into)
-    norm_sq = float(_sum_squares(matrix))
+    norm_sq = _sum_squares(matrix)
     width = kept + OVERSAMPLE
     if min(out, into) <= 2 * width:
         basis = _orthonormal_columns(matrix) if out <= into else None
@@ -104,14 +105,14 @@ def truncate_dense(
     error_sq = norm_sq - float(values[:kept].square().sum())
     if error_sq < _CANCELLATION * norm_sq:
         # The difference of two nearly equal float32 sums is noise: measure what is left instead.
-        error_sq = float(_sum_squares(matrix - b @ a))
+        error_sq = _sum_squares(matrix - b @ a)
     return Truncated(LowRank(a, b), norm_sq, error_sq)
 
 
 def _iterate(matrix: Tensor, width: int, rows: Tensor) -> Tensor:
     """Subspace iteration: an orthonormal basis, [out, width], of the dominant column space."""
     start = _start(matrix, width, rows)
-    basis = torch.linalg.qr(matrix @ start).Q
+    basis: Tensor = torch.linalg.qr(matrix @ start).Q
     for _ in range(PASSES):
         if basis.shape[1] > width:
             # The first pass may carry all given rows; go on with the dominant directions only.
@@ -143,4 +144,5 @@ def _norm_sq(delta: LowRank) -> float:
 
 def _sum_squares(matrix: Tensor) -> float:
     """Sum of squares: float32 within short pieces, float64 across them."""
-    return sum(float(torch.dot(part, part)) for part in matrix.reshape(-1).split(1 << 14))
+    pieces = torch.split(matrix.reshape(-1), 1 << 14)
+    return math.fsum(torch.dot(piece, piece).item() for piece in pieces)

@@ -18,6 +18,7 @@ Two kinds of function:
 import dataclasses
 import difflib
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ Weights = Sequence[float]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def param(  # noqa: PLR0913  (a field's description is what this is)
+def param(
     default: Any,
     doc: str,
     *,
@@ -132,7 +133,7 @@ class MethodSpec:
         if len(weights) != experts:
             raise UsageError(f"{len(weights)} weights for {experts} experts", code="weights")
         filled = [1.0 if weight is None else float(weight) for weight in weights]
-        if any(w != w or abs(w) == float("inf") for w in filled):
+        if not all(math.isfinite(w) for w in filled):
             raise UsageError(f"weights must be finite, found {filled}", code="weights")
         return filled
 
@@ -296,7 +297,7 @@ def _check_range(item: "dataclasses.Field[Any]", value: Any) -> None:
     if not isinstance(value, float | int) or isinstance(value, bool):
         return
     low, high, above = (item.metadata.get(key) for key in ("low", "high", "above"))
-    finite = value == value and abs(value) != float("inf")
+    finite = math.isfinite(value)
     fits = (
         finite
         and (low is None or value >= low)

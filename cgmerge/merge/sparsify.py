@@ -130,7 +130,8 @@ class _Search:
         # numpy: its boolean selection is many times faster than torch's on one thread.
         offsets = self.patterns(values) - self.low
         width = self.high - self.low
-        inside = offsets[offsets.view(self.unsigned) < width]
+        # Below `low` the unsigned view wraps around to a large number: one comparison is enough.
+        inside = offsets[np.less(offsets.view(self.unsigned), width)]
         self.above += int(np.count_nonzero(offsets >= width))
         self.waiting.append(inside >> self.shift)
         self.waiting_size += inside.size
@@ -199,4 +200,3 @@ def _with_last_index(blocks: Blocks, searches: list[_Search]) -> list[Cut]:
             if not any(left):
                 break
     return [s.cut(index) for s, index in zip(searches, last, strict=True)]
-

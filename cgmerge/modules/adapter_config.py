@@ -1,4 +1,4 @@
-"""adapter_config.json as cgmerge reads it: our own strict schema, nothing executed, nothing guessed.
+"""adapter_config.json as cgmerge reads it: a strict schema, nothing executed, nothing guessed.
 
 PEFT evaluates regexes from this file, allocates what it says, and rewrites base weights for some
 init methods. Here every field is either understood, harmless, or a refusal that names it. Which
@@ -125,7 +125,7 @@ def _refuse_unsafe(raw: dict[str, Any], source: str) -> None:
             f"{source}: init_lora_weights is {init!r}; such an adapter is relative to a base that"
             " its own initialisation has changed",
             code="config_init",
-            hint="convert it with PEFT: save_pretrained(path_initial_model_for_weight_conversion=…)",
+            hint="convert it with PEFT: save_pretrained(path_initial_model_for_weight_conversion=)",
             field="init_lora_weights",
         )
     mapping = raw.get("auto_mapping") or {}
@@ -177,7 +177,11 @@ def _feature_hint(name: str) -> str:
 def _refuse_unknown(raw: dict[str, Any], source: str) -> None:
     """A new field without a value is harmless; one with a value may change the mathematics."""
     for name, value in raw.items():
-        if name not in _HARMLESS and name not in _REFUSED and value not in (None, False, [], {}, ""):
+        if (
+            name not in _HARMLESS
+            and name not in _REFUSED
+            and value not in (None, False, [], {}, "")
+        ):
             raise Incompatible(
                 f"{source}: unknown field {name!r} (written by PEFT"
                 f" {raw.get('peft_version', 'of unknown version')}); it may change what the"

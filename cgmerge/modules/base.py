@@ -106,8 +106,7 @@ class Base:
                 rows, columns = info.shape
                 sizes = (columns, rows) if transposed else (rows, columns)
                 found[path] = ModuleShape(name, *sizes, transposed)
-        for path, twin in self._tied_heads(found):
-            found[path] = twin
+        found.update(self._tied_heads(found))
         return found
 
     @property
@@ -120,14 +119,13 @@ class Base:
         with TensorFile(self.files[name], follow_links=True) as file:
             return file.read(name)
 
-    def _tied_heads(self, found: dict[str, ModuleShape]) -> Iterable[tuple[str, ModuleShape]]:
+    def _tied_heads(self, found: dict[str, ModuleShape]) -> dict[str, ModuleShape]:
         """Give a tied model its `lm_head`, which has no tensor in the file."""
         if "lm_head" in found:
-            return
-        for path, shape in found.items():
-            if path.endswith(("embed_tokens", "wte")) and path.count(".") <= 1:
-                yield "lm_head", shape
-                return
+            return {}
+        inputs = ("embed_tokens", "wte")
+        twins = [s for p, s in found.items() if p.endswith(inputs) and p.count(".") <= 1]
+        return {"lm_head": twins[0]} if twins else {}
 
     def _samples(self) -> Iterable[tuple[str, bytes]]:
         by_file: dict[Path, list[str]] = {}
@@ -184,9 +182,7 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if index.exists():
-        content = strictjson.loads_object(
-            read_small(index, follow_links=True), source=str(index)
-        )
+        content = strictjson.loads_object(read_small(index, follow_links=True), source=str(index))
         names = content.get("weight_map")
         if not isinstance(names, dict) or not names:
             raise Damaged(f"{index} has no weight_map", code="index")

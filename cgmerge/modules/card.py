@@ -35,9 +35,11 @@ class DataSource(BaseModel):
 class ExpertCard(BaseModel):
     """The content of expert.json; unknown fields are kept out, so that a typo cannot hide."""
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", frozen=True, populate_by_name=True
+    )
 
-    schema_: Literal["cgmerge.expert/1"] = Field(default=SCHEMA, alias="schema")
+    schema_: Literal["cgmerge.expert/1"] = Field(default="cgmerge.expert/1", alias="schema")
     skill: str
     base: BaseId
     data: list[DataSource] = []

@@ -16,7 +16,13 @@ from cgmerge.errors import Damaged, Incompatible, NotFound, UsageError
 from cgmerge.modules.adapter_out import AdapterForm, missing_siblings, write_adapter
 from cgmerge.modules.base import Base, open_base
 from cgmerge.modules.card import BaseId, ExpertCard, package_versions, write_card
-from cgmerge.modules.expert import Expert, ExpertDeltas, check_modules, open_expert
+from cgmerge.modules.expert import (
+    Expert,
+    ExpertDeltas,
+    check_modules,
+    module_prefix,
+    open_expert,
+)
 from cgmerge.modules.recipe import RECORD, SCHEMA, ExpertRef, Recipe
 
 if TYPE_CHECKING:
@@ -160,7 +166,9 @@ def run_plan(
     out = fs.absolute(out)
     for expert in plan.experts:
         if expert.folder in out.parents:
-            raise UsageError(f"--out {out} lies inside the expert {expert.folder}", code="out_inside")
+            raise UsageError(
+                f"--out {out} lies inside the expert {expert.folder}", code="out_inside"
+            )
     fs.check_target(out, overwrite=overwrite)
     with fs.new_folder(out, overwrite=overwrite) as stage:
         if plan.recipe.form == "model":
@@ -239,9 +247,7 @@ def _check_same_shapes(experts: list[Expert]) -> None:
     seen: dict[str, tuple[int, int, Expert]] = {}
     for expert in experts:
         for path, pair in expert.pairs.items():
-            out, into, first = seen.setdefault(
-                path, (pair.out_features, pair.in_features, expert)
-            )
+            out, into, first = seen.setdefault(path, (pair.out_features, pair.in_features, expert))
             if (out, into) != (pair.out_features, pair.in_features):
                 raise Incompatible(
                     f"module {path} is {out}×{into} in {first.folder}, but"
@@ -260,9 +266,7 @@ def _plan_warnings(plan: Plan) -> list[str]:
     unknown = sorted(e.name for e in plan.experts if e.base_fingerprint is None)
     if unknown:
         checked = "shapes fit" if plan.base else "not checked: no --base"
-        warnings.append(
-            f"{', '.join(unknown[:5])}: no base fingerprint in the expert ({checked})"
-        )
+        warnings.append(f"{', '.join(unknown[:5])}: no base fingerprint in the expert ({checked})")
     if plan.recipe.force_base:
         warnings.append("--force-base: base fingerprints were not enforced")
     unit = set(plan.rule.weights)
@@ -277,6 +281,8 @@ def _plan_warnings(plan: Plan) -> list[str]:
 def _write_merged_adapter(
     plan: Plan, stage: Path, progress: Progress | None
 ) -> tuple[dict[str, ModuleReport], float]:
+    import torch
+
     from cgmerge.merge import LowRank, Merger, pad_rank
 
     merger = Merger(plan.rule, plan.deltas)
@@ -296,10 +302,9 @@ def _write_merged_adapter(
             progress(done)
     total = math.sqrt(sum(report.norm**2 for report in modules.values()))
     refuse_noop(plan, total)
-    for path, (out, into) in missing_siblings(plan.sizes).items():
-        if plan.base is None or _in_base(path, plan):
-            zero_a = factors[next(iter(factors))][0].new_zeros(plan.rank, into)
-            factors[path] = zero_a, zero_a.new_zeros(out, plan.rank)
+    for path, (out, into) in _gaps(plan).items():
+        zeros = torch.zeros(plan.rank, into, dtype=dtype)
+        factors[path] = zeros, zeros.new_zeros(out, plan.rank)
     form = AdapterForm(
         rank=plan.rank,
         alpha=plan.rank,
@@ -356,9 +361,7 @@ def refuse_noop(plan: Plan, norm: float) -> None:
         )
 
 
-def _result_warnings(
-    plan: Plan, modules: dict[str, ModuleReport], rounding: float
-) -> list[str]:
+def _result_warnings(plan: Plan, modules: dict[str, ModuleReport], rounding: float) -> list[str]:
     warnings = []
     idle = [path for path, report in modules.items() if report.norm == 0.0]
     if idle and len(idle) < len(modules):
@@ -422,8 +425,8 @@ def _model_card(composed: Composed) -> str:
         "tags: [lora, merge, cgmerge]",
         "---",
         "",
-        f"Composed with cgmerge: `{plan.rule.spec.name}`,"
-        f" {', '.join(f'{k}={v}' for k, v in asdict(plan.rule.params).items())}.",
+        (f"Composed with cgmerge: `{plan.rule.spec.name}`,"
+        f" {', '.join(f'{k}={v}' for k, v in asdict(plan.rule.params).items())}."),
         "",
         "| expert | weight | sha256 |",
         "|---|---|---|",
@@ -476,11 +479,18 @@ def _fan_in_fan_out(plan: Plan) -> bool:
     return all(shape.transposed for found in shapes for shape in found.values())
 
 
-def _in_base(path: str, plan: Plan) -> bool:
-    assert plan.base is not None
-    return any(
-        path.removeprefix(prefix) in plan.base.modules for prefix in ("", "transformer.", "model.")
-    )
+def _gaps(plan: Plan) -> dict[str, tuple[int, int]]:
+    """Modules that a loader would adapt (by their last name) but no expert touches."""
+    if plan.base is None:
+        return missing_siblings(plan.sizes)
+    prefix = module_prefix(plan.sizes, plan.base) or ""
+    leaves = {path.rsplit(".", 1)[-1] for path in plan.sizes}
+    named = {(n if n == "lm_head" else prefix + n): s for n, s in plan.base.modules.items()}
+    return {
+        path: (shape.out_features, shape.in_features)
+        for path, shape in named.items()
+        if path.rsplit(".", 1)[-1] in leaves and path not in plan.sizes
+    }
 
 
 def _adapter_dtype(name: str) -> "torch.dtype":

@@ -6,7 +6,7 @@ fit one to one and gives a lazy mapping from module path to ΔW = b @ a with the
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +33,7 @@ MAX_TENSORS = 20_000
 _LORA = re.compile(r"(?P<path>.+)\.lora_(?P<factor>[AB])\.weight")
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # Prefixes by which the same module is known in a checkpoint file and in the loaded model.
-_VARIANTS = ("", "transformer.", "model.")
+_PREFIXES = ("", "transformer.", "model.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ def open_expert(ref: str) -> Expert:
     except BaseException:
         file.close()
         raise
-    warnings = ()
+    warnings: tuple[str, ...] = ()
     if (folder / "adapter_model.bin").exists():
         warnings = (f"{folder}: adapter_model.bin (pickle) is ignored",)
     name = card.skill if card else folder.name
@@ -224,12 +224,24 @@ def check_modules(expert: Expert, base: Base) -> dict[str, ModuleShape]:
     return matched
 
 
+def module_prefix(paths: Iterable[str], base: Base) -> str | None:
+    """Find what model paths have before the names in the base's files (GPT-2: `transformer.`).
+
+    Returns:
+        The prefix, often empty, or None when some path is not a module of the base.
+    """
+    names = list(paths)
+    for prefix in _PREFIXES:
+        if all(name.removeprefix(prefix) in base.modules for name in names):
+            return prefix
+    return None
+
+
 def _match(expert: Expert, base: Base) -> dict[str, ModuleShape]:
     modules = base.modules
-    for variant in _VARIANTS:
-        names = {path: path.removeprefix(variant) for path in expert.pairs}
-        if all(name in modules for name in names.values()):
-            return {path: modules[name] for path, name in names.items()}
+    prefix = module_prefix(expert.pairs, base)
+    if prefix is not None:
+        return {path: modules[path.removeprefix(prefix)] for path in expert.pairs}
     unmatched = [path for path in expert.pairs if path not in modules]
     leaves = {path.rsplit(".", 1)[-1] for path in expert.pairs}
     free = [p for p in modules if p not in expert.pairs and p.rsplit(".", 1)[-1] in leaves]
@@ -355,7 +367,7 @@ def _check_names(file: TensorFile) -> None:
             )
     lora = [name for name in names if _LORA.fullmatch(name)]
     full = [name for name in names if name not in set(lora)]
-    if full and lora or full and not any("lora_" in name for name in names):
+    if (full and lora) or (full and not any("lora_" in name for name in names)):
         shapes = [f"{name} {list(file.infos[name].shape)}" for name in full[:5]]
         raise Unsafe(
             f"{file.path} holds {len(full)} tensors that are not LoRA factors: {', '.join(shapes)}",

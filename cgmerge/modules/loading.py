@@ -1,7 +1,7 @@
 """Bring a base model into memory with transformers: offline, no remote code, guarded 4-bit."""
 
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +107,7 @@ def load_base(
                 path=base.folder,
             ) from error
     if not load_in_4bit:
-        model = model.to(place)
+        model.to(place)  # type: ignore[arg-type]  # transformers decorates `to` loosely
     guard_four_bit(model)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -126,7 +126,7 @@ def guard_four_bit(model: "torch.nn.Module") -> int:
     guarded = 0
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
-            module.support_avx512bf16_for_cpu = False
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
             guarded += 1
     return guarded
 

@@ -60,7 +60,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise UsageError(f"unknown dtype {self.dtype!r}; one of {', '.join(DTYPES)}", code="dtype")
+            raise UsageError(
+                f"unknown dtype {self.dtype!r}; one of {', '.join(DTYPES)}", code="dtype"
+            )
         if self.form == "model" and self.base is None:
             raise UsageError(
                 "a full model needs the base's weights", code="base", hint="add --base BASE"
@@ -117,7 +119,7 @@ def parse_rank(text: str) -> int | Literal["exact", "auto"]:
         UsageError: Not a number, `exact` or `auto`.
     """
     if text in ("exact", "auto"):
-        return cast(Literal["exact", "auto"], text)
+        return cast("Literal['exact', 'auto']", text)
     if text.isdigit() and int(text) >= 1:
         return int(text)
     raise UsageError(
@@ -134,7 +136,7 @@ def parse_form(text: str) -> Literal["adapter", "model"]:
     """
     if text not in ("adapter", "model"):
         raise UsageError(f"--as takes adapter or model, found {text!r}", code="form")
-    return cast(Literal["adapter", "model"], text)
+    return cast("Literal['adapter', 'model']", text)
 
 
 def _expert(entry: Any, path: Path) -> ExpertRef:

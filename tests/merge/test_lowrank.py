@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from cgmerge.errors import UsageError
 from cgmerge.merge import LowRank, inner, make_rule, pad_rank, stack, truncate, truncate_dense
 from cgmerge.merge.engine import plan_rank
-from cgmerge.errors import UsageError
 
 
 def random_delta(out, into, rank, seed=0):

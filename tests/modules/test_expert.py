@@ -270,7 +270,12 @@ def test_not_finite_names_the_tensor(e1, bad):
         ("foo.bar", (2,), Unsafe, "unsafe.full_weights"),
         ("base_model.model.l.lora_magnitude_vector", (2,), Incompatible, "incompatible.dora"),
         ("base_model.model.l.lora_B.bias", (2,), Incompatible, "incompatible.lora_bias"),
-        ("base_model.model.e.lora_embedding_A", (2, 2), Incompatible, "incompatible.embedding_lora"),
+        (
+            "base_model.model.e.lora_embedding_A",
+            (2, 2),
+            Incompatible,
+            "incompatible.embedding_lora",
+        ),
         (
             "base_model.model.e.token_adapter.trainable_tokens_delta",
             (2, 2),
@@ -359,4 +364,3 @@ def test_tied_head_may_be_adapted(models, tmp_path):
     base = open_base(str(models / "Bt"))
     assert base.ties_head
     assert check_modules(open_expert(str(folder)), base)["lm_head"].out_features == 128
-

@@ -5,16 +5,17 @@ of their deltas. Weights are used as they are: they need not sum to 1 and may be
 `normalize` divides by their sum.
 """
 
+from dataclasses import dataclass
+
 from cgmerge.errors import UsageError
 from cgmerge.merge.registry import About, Params, Weights, method, param
-from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearParams(Params):
     """Parameters of `linear`."""
 
-    normalize: bool = param(False, "divide by the sum of the weights")  # noqa: FBT003
+    normalize: bool = param(False, "divide by the sum of the weights")
 
 
 @method(
@@ -23,7 +24,7 @@ class LinearParams(Params):
     about=About(
         formula="ΔW = scale · Σ w_e ΔW_e   (no weights given: w_e = 1/experts)",
         paper="Model Soups (arXiv:2203.05482)",
-        differs="soups average whole weights; on deltas the base cancels, so the result is the same",
+        differs="soups average whole weights; on deltas the base cancels: the result is the same",
         use_when="experts do similar things, or as the safe first try",
     ),
     linear=True,

