@@ -20,6 +20,7 @@ CONFIDENCE = 0.95
 DRAWS = 2_000
 _BLOCK_ENTRIES = 4_000_000
 """Random numbers held at once by the bootstrap (32 MB)."""
+_FEW = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,15 +212,19 @@ def _resampled_means(
 ) -> NDArray[np.float64]:
     """Return means of resamples, [draws].
 
-    How often each distinct value is drawn is multinomial, which is the same resample without
-    drawing item by item: right-or-wrong scores cost two numbers a draw whatever their count.
+    For few distinct values (right or wrong) it draws how often each occurs, which is multinomial:
+    the same resample at two or three numbers a draw, however many items there are.
     """
     distinct, counts = np.unique(values, return_counts=True)
-    share = counts / counts.sum()
+    few = len(distinct) <= _FEW
+    n = len(values)
     means = np.empty(draws)
-    block = max(1, _BLOCK_ENTRIES // len(distinct))
+    block = max(1, _BLOCK_ENTRIES // (len(distinct) if few else n))
     for first in range(0, draws, block):
         size = min(block, draws - first)
-        drawn = rng.multinomial(len(values), share, size=size)
-        means[first : first + size] = drawn @ distinct / len(values)
+        if few:
+            sums = rng.multinomial(n, counts / n, size=size) @ distinct
+        else:
+            sums = values[rng.integers(n, size=(size, n))].sum(axis=1)
+        means[first : first + size] = sums / n
     return means
