@@ -1,0 +1,213 @@
+"""Writing: complete or not at all, whatever fails and whenever the process dies."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from cgmerge import fs
+from cgmerge.errors import StorageError, UsageError
+
+
+def fill(stage):
+    fs.write_json(stage / "a.json", {"x": 1})
+    fs.write_tensors(stage / "w.safetensors", {"t": torch.ones(3)})
+    fs.write_bytes(stage / "b.txt", b"b")
+
+
+def listing(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_folder_appears_complete(tmp_path):
+    with fs.new_folder(tmp_path / "out") as stage:
+        fill(stage)
+        assert not (tmp_path / "out").exists()
+    assert listing(tmp_path / "out") == ["a.json", "b.txt", "w.safetensors"]
+    assert listing(tmp_path) == ["out"]
+
+
+def test_nothing_is_left_after_an_error(tmp_path):
+    with pytest.raises(RuntimeError), fs.new_folder(tmp_path / "out") as stage:
+        fill(stage)
+        raise RuntimeError
+    assert listing(tmp_path) == []
+
+
+def test_overwrite_replaces_the_whole_folder(tmp_path):
+    with fs.new_folder(tmp_path / "out") as stage:
+        fs.write_bytes(stage / "old", b"1")
+    with pytest.raises(UsageError), fs.new_folder(tmp_path / "out"):
+        pass
+    with fs.new_folder(tmp_path / "out", overwrite=True) as stage:
+        fs.write_bytes(stage / "new", b"2")
+    assert listing(tmp_path / "out") == ["new"]
+    assert listing(tmp_path) == ["out"]
+
+
+def test_two_writers_of_one_name_do_not_mix(tmp_path):
+    first, second = fs.new_folder(tmp_path / "out"), fs.new_folder(tmp_path / "out")
+    one, two = first.__enter__(), second.__enter__()
+    fs.write_bytes(one / "one", b"1")
+    fs.write_bytes(two / "two", b"2")
+    first.__exit__(None, None, None)
+    with pytest.raises(UsageError):
+        second.__exit__(None, None, None)
+    assert listing(tmp_path / "out") == ["one"]
+    assert listing(tmp_path) == ["out"]
+
+
+def test_modes_follow_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        with fs.new_folder(tmp_path / "out") as stage:
+            fill(stage)
+        fs.replace_file(tmp_path / "f", b"x")
+    finally:
+        os.umask(before)
+    modes = {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir()}
+    assert modes == {"0o640"}
+    assert oct((tmp_path / "out").stat().st_mode & 0o777) == "0o750"
+    assert oct((tmp_path / "f").stat().st_mode & 0o777) == "0o640"
+
+
+class Fault:
+    """Fails (or kills the process) at the k-th disk operation."""
+
+    def __init__(self, at, number=errno.ENOSPC, *, kill=False):
+        self.at, self.number, self.kill, self.count = at, number, kill, 0
+
+    def __call__(self, operation, path):
+        self.count += 1
+        if self.count == self.at:
+            if self.kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(self.number, os.strerror(self.number), str(path))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_failure_at_every_operation_keeps_the_old_content(
+    tmp_path, monkeypatch, overwrite, number
+):
+    out = tmp_path / "out"
+    if overwrite:
+        with fs.new_folder(out) as stage:
+            fs.write_bytes(stage / "old", b"1")
+    failures = 0
+    for at in range(1, 100):
+        fault = Fault(at, number)
+        monkeypatch.setattr(fs, "_step", fault)
+        try:
+            with fs.new_folder(out, overwrite=overwrite) as stage:
+                fill(stage)
+        except StorageError as error:
+            failures += 1
+            assert error.exit_code == 4
+            assert listing(tmp_path) == (["out"] if overwrite else [])
+            if overwrite:
+                assert listing(out) == ["old"]
+        else:
+            break
+    assert failures >= 9
+    assert listing(out) == ["a.json", "b.txt", "w.safetensors"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_kill_at_every_operation_leaves_old_or_new(tmp_path, overwrite):
+    out = tmp_path / "out"
+    states = set()
+    for at in range(1, 60):
+        if overwrite and not out.exists():
+            with fs.new_folder(out) as stage:
+                fs.write_bytes(stage / "old", b"1")
+        pid = os.fork()
+        if pid == 0:
+            fs._step = Fault(at, kill=True)
+            with fs.new_folder(out, overwrite=overwrite) as stage:
+                fs.write_json(stage / "a.json", {"x": 1})
+                fs.write_bytes(stage / "b.txt", b"b")
+            os._exit(7)
+        _, status = os.waitpid(pid, 0)
+        if out.exists():
+            assert listing(out) in (["old"], ["a.json", "b.txt"])
+        states.add(tuple(listing(out)) if out.exists() else ())
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 7
+            break
+    assert ("a.json", "b.txt") in states
+    assert ("old",) in states if overwrite else () in states
+    # The next writer removes what the killed ones left.
+    fs.replace_file(tmp_path / "next", b"x")
+    assert listing(tmp_path) == ["next", "out"]
+
+
+def test_a_living_writers_folder_is_not_collected(tmp_path):
+    with fs.new_folder(tmp_path / "slow") as stage:
+        fs.write_bytes(stage / "x", b"1")
+        fs.replace_file(tmp_path / "quick", b"2")
+        assert stage.exists()
+    assert listing(tmp_path / "slow") == ["x"]
+
+
+def test_replace_file_is_atomic_and_checked(tmp_path):
+    path = tmp_path / "f"
+    fs.replace_file(path, b"1")
+    with pytest.raises(UsageError):
+        fs.replace_file(path, b"2", overwrite=False)
+    fs.replace_file(path, b"3")
+    assert path.read_bytes() == b"3"
+    (tmp_path / "d").mkdir()
+    with pytest.raises(UsageError, match="is a folder"):
+        fs.replace_file(tmp_path / "d", b"")
+
+
+@pytest.mark.parametrize("at", range(1, 4))
+def test_replace_file_failing_keeps_the_old(tmp_path, monkeypatch, at):
+    path = tmp_path / "f"
+    fs.replace_file(path, b"old")
+    monkeypatch.setattr(fs, "_step", Fault(at))
+    with pytest.raises(StorageError):
+        fs.replace_file(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert listing(tmp_path) == ["f"]
+
+
+def test_unusable_targets_are_found_before_work(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises((UsageError, StorageError)):
+            fs.check_target(out, overwrite=True)
+    with pytest.raises(StorageError, match="too long"):
+        fs.check_target(tmp_path / ("n" * 300), overwrite=False)
+
+
+@pytest.mark.parametrize("name", ["with space", "emoji-🦙", "new\nline", "-dash", "‏rtl"])
+def test_odd_names_work(tmp_path, name):
+    with fs.new_folder(tmp_path / name) as stage:
+        fill(stage)
+    assert listing(tmp_path) == [name]
+
+
+def test_file_size_limit_is_a_storage_error(tmp_path):
+    code = (
+        "import resource, signal, sys, pathlib\n"
+        "from cgmerge import fs\n"
+        "from cgmerge.errors import StorageError\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "out = pathlib.Path(sys.argv[1])\n"
+        "try:\n"
+        "    with fs.new_folder(out) as stage:\n"
+        "        fs.write_bytes(stage / 'big', b'x' * 5000)\n"
+        "except StorageError as error:\n"
+        "    assert '5,000 bytes needed' in error.message, error.message\n"
+        "    sys.exit(4)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], check=False)
+    assert done.returncode == 4
+    assert listing(tmp_path) == []
