@@ -22,7 +22,7 @@ def _option(*names: str, help: str, panel: str = _RUN, **more: Any) -> Any:  # n
     return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 
-def train(  # noqa: PLR0913  (one argument per option)
+def train(
     *,
     recipe: Annotated[
         Path | None,

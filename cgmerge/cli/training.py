@@ -57,8 +57,10 @@ def say_plan(plan: "Plan", output: Output) -> None:
         if len(file.examples) != file.rows:
             count += f", {len(file.examples):,} examples"
         output.line("data", f"{file.path.name}: {count}, format {file.format}")
-    learned = "all text" if plan.how == "text" else "the completion only"
-    output.line("data", f"longest row {plan.longest} tokens; read as {plan.how}; loss on {learned}")
+    how = f"; messages by {plan.how}" if plan.how else ""
+    whole = plan.data[0].format == "text"
+    learned = "all of the text" if whole else "the completion only"
+    output.line("data", f"longest {plan.longest} tokens{how}; loss on {learned}")
     output.line("example", _indent(_shorten(plan.example)))
     kinds = sorted({path.rsplit(".", 1)[-1] for path in plan.targets})
     output.line(

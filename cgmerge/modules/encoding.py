@@ -173,9 +173,9 @@ def _chat_target(
         # The template asks for an answer differently from how it writes one (an opened
         # reasoning block, for example): keep the prompt that generation will see.
         start = full.rfind(completion.strip())
-        if start < 0:
-            raise Incompatible("the chat template does not write the assistant's text")
-        target = full[start:]
+        target = full[start:] if start >= 0 else ""
+    if not target.strip():
+        raise Incompatible("the chat template does not write the assistant's text")
     trimmed = target.rstrip()
     ends_turn = any(trimmed.endswith(token) for token in tokenizer.all_special_tokens)
     return trimmed if ends_turn else target

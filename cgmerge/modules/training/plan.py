@@ -1,0 +1,438 @@
+"""Everything that is known before the first step: rows as tokens, modules, counts, defaults.
+
+The base is read by its headers and built without weights, so a dry run costs seconds and no
+memory whatever the size of the model.
+"""
+
+import difflib
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from cgmerge.errors import DataError, Incompatible, UsageError
+from cgmerge.modules.base import Base, open_base
+from cgmerge.modules.data import (
+    DataFile,
+    Encoded,
+    Example,
+    Rendering,
+    encode_all,
+    read_data,
+    render,
+    rendering,
+)
+from cgmerge.modules.loading import pick_device, pick_dtype, quiet_transformers
+from cgmerge.modules.training.processes import process_count
+from cgmerge.modules.training.settings import ALL_LINEAR, TrainSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+MIN_STEPS = 100
+"""A small file is repeated until LoRA has had this many steps."""
+DEFAULT_EPOCHS = 3
+_STEP_TOKENS = 4096
+_LONGEST_STEP = 4 * _STEP_TOKENS
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
+_WIDTHS = ("hidden_size", "n_embd", "d_model")
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The settings that may be left open, filled in; named and meant as in `TrainSettings`.
+
+    Attributes:
+        reasons: Setting name to why its default was chosen.
+    """
+
+    alpha: int
+    steps: int
+    lr: float
+    batch_size: int
+    warmup: int
+    max_length: int | None
+    reasons: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that can start.
+
+    Attributes:
+        settings: What the user asked for.
+        chosen: What the user left open, filled in.
+        base: The base by its headers.
+        data: The training files.
+        eval_data: The files that are scored afterwards.
+        rows: Training rows as tokens.
+        eval_rows: Evaluation rows as tokens.
+        targets: Module path to (out, in) features, in the order of the model.
+        transposed: Whether the targets are GPT-2's Conv1D.
+        total: Parameters of the base.
+        device: Type of the device, e.g. `cpu`.
+        dtype: Float type of the base in memory.
+        example: The first row as the model sees it, `⟦ ⟧` around what is learned.
+        how: How messages become text, or None where rows are plain text.
+        warnings: What the user should know.
+    """
+
+    settings: TrainSettings
+    chosen: Chosen
+    base: Base = field(repr=False)
+    data: tuple[DataFile, ...]
+    eval_data: tuple[DataFile, ...]
+    rows: tuple[Encoded, ...] = field(repr=False)
+    eval_rows: tuple[Encoded, ...] = field(repr=False)
+    targets: dict[str, tuple[int, int]] = field(repr=False)
+    transposed: bool
+    total: int
+    device: str
+    dtype: str
+    example: str
+    how: Rendering | None
+    warnings: tuple[str, ...]
+
+    @property
+    def trainable(self) -> int:
+        """Return the number of parameters of all A and B together."""
+        return self.settings.rank * sum(out + width for out, width in self.targets.values())
+
+    @property
+    def longest(self) -> int:
+        """Return the number of tokens of the longest training row."""
+        return max(map(len, self.rows))
+
+    @property
+    def base_bytes(self) -> int:
+        """Estimate the memory of the frozen base in bytes."""
+        widths = {"float32": 4, "bfloat16": 2, "float16": 2}
+        whole = self.total * widths[self.dtype]
+        if not self.settings.load_in_4bit:
+            return whole
+        linear = sum(out * width for out, width in self.targets.values())
+        return whole - linear * widths[self.dtype] + linear * 9 // 16
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return what must be equal for a run to go on from another run's checkpoint.
+
+        The result's bytes follow from these (and from package versions and thread count).
+        """
+        settings = asdict(self.settings) | asdict(self.chosen)
+        for name in ("data", "eval_data", "out", "epochs", "checkpoint_steps", "reasons"):
+            del settings[name]
+        return {
+            **settings,
+            "target_modules": list(self.settings.target_modules),
+            "base": self.base.fingerprint,
+            "data": [file.sha256 for file in self.data],
+            "eval_data": [file.sha256 for file in self.eval_data],
+            "tokens": _token_digest(self.rows),
+            "device": self.device,
+            "dtype": self.dtype,
+            "processes": process_count(),
+        }
+
+
+def make_plan(settings: TrainSettings) -> Plan:
+    """Read base headers and data, tokenize, choose what the user left open.
+
+    Raises:
+        NotFound: No such base or data file.
+        DataError: Rows that cannot be used.
+        Incompatible: A base that is no causal language model, or whose tokenizer does not fit.
+        UsageError: Settings that do not fit the base.
+    """
+    files = tuple(read_data(path) for path in settings.data)
+    eval_files = tuple(read_data(path) for path in settings.eval_data)
+    base = open_base(settings.base)
+    device = pick_device(settings.device)
+    dtype = str(pick_dtype(settings.dtype, device)).removeprefix("torch.")
+    tokenizer = load_tokenizer(base)
+    limit = _length_limit(settings, base)
+    rows = _encode(files, tokenizer, limit)
+    eval_rows = _encode(eval_files, tokenizer, limit)
+    _check_vocabulary(base, (*rows, *eval_rows))
+    targets, transposed = find_targets(build_empty(base), settings.target_modules)
+    first = files[0].examples[0]
+    return Plan(
+        settings=settings,
+        chosen=_choose(settings, base, rows, limit),
+        base=base,
+        data=files,
+        eval_data=eval_files,
+        rows=rows,
+        eval_rows=eval_rows,
+        targets=targets,
+        transposed=transposed,
+        total=sum(math.prod(info.shape) for info in base.infos.values()),
+        device=device.type,
+        dtype=dtype,
+        example=render(first, tokenizer),
+        how=rendering(tokenizer) if isinstance(first.prompt, tuple) else None,
+        warnings=tuple(_warnings(files, eval_files, (rows, eval_rows), tokenizer)),
+    )
+
+
+def load_tokenizer(base: Base) -> "PreTrainedTokenizerBase":
+    """Load the base's tokenizer: offline, no remote code.
+
+    Raises:
+        Incompatible: transformers cannot read it.
+    """
+    from transformers import AutoTokenizer
+
+    with quiet_transformers():
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                base.folder, local_files_only=True, trust_remote_code=False
+            )
+        except (ValueError, KeyError, OSError, TypeError) as error:
+            raise Incompatible(
+                f"transformers cannot load a tokenizer from {base.folder}: "
+                f"{str(error).splitlines()[0]}",
+                code="tokenizer",
+                path=base.folder,
+            ) from error
+    return tokenizer
+
+
+def build_empty(base: Base) -> "PreTrainedModel":
+    """Build the base's modules without weights (on the meta device).
+
+    Raises:
+        Incompatible: Not a causal language model that transformers knows.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with quiet_transformers():
+        try:
+            config = AutoConfig.from_pretrained(
+                base.folder, local_files_only=True, trust_remote_code=False
+            )
+            with torch.device("meta"):
+                model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                    config, trust_remote_code=False
+                )
+        except (ValueError, KeyError, OSError, TypeError) as error:
+            raise Incompatible(
+                f"transformers cannot load {base.folder}: {str(error).splitlines()[0]}",
+                code="base_load",
+                path=base.folder,
+            ) from error
+    return model
+
+
+def find_targets(
+    model: "PreTrainedModel", wanted: Sequence[str]
+) -> tuple[dict[str, tuple[int, int]], bool]:
+    """Choose the modules that get a LoRA.
+
+    Args:
+        model: Any causal language model; weights are not read.
+        wanted: Exact paths or endings of them (`q_proj`, `mlp.down_proj`), or `all-linear`:
+            every linear layer but the output head.
+
+    Returns:
+        Module path to (out, in) features, and whether they are GPT-2's transposed Conv1D.
+
+    Raises:
+        UsageError: A name that matches no linear layer.
+    """
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    shapes: dict[str, tuple[int, int]] = {}
+    conv = False
+    for path, module in model.named_modules():
+        if module is head:
+            continue
+        if isinstance(module, nn.Linear):
+            shapes[path] = (module.out_features, module.in_features)
+        elif isinstance(module, Conv1D):
+            shapes[path] = (module.nf, module.nx)
+            conv = True
+    if tuple(wanted) == ALL_LINEAR:
+        return shapes, conv
+    chosen: dict[str, tuple[int, int]] = {}
+    for name in wanted:
+        found = {p: s for p, s in shapes.items() if p == name or p.endswith(f".{name}")}
+        if not found:
+            raise _no_target(name, shapes)
+        chosen |= found
+    return {path: shape for path, shape in shapes.items() if path in chosen}, conv
+
+
+def _no_target(name: str, shapes: dict[str, tuple[int, int]]) -> UsageError:
+    leaves = sorted({path.rsplit(".", 1)[-1] for path in shapes})
+    near = difflib.get_close_matches(name, [*leaves, *shapes], n=3, cutoff=0.6)
+    return UsageError(
+        f"the base has no linear layer {name!r} that can carry a LoRA",
+        code="target_modules",
+        hint=f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(leaves)}",
+        found=leaves,
+    )
+
+
+def _encode(
+    files: Sequence[DataFile], tokenizer: "PreTrainedTokenizerBase", limit: int | None
+) -> tuple[Encoded, ...]:
+    result: list[Encoded] = []
+    for file in files:
+        encoded = encode_all(file.examples, tokenizer, max_length=limit)
+        for example, row in zip(file.examples, encoded, strict=True):
+            _check_learnable(file, example, row)
+        result += encoded
+    return tuple(result)
+
+
+def _check_learnable(file: DataFile, example: Example, row: Encoded) -> None:
+    """A target of nothing but the end token would teach the model to stop at once."""
+    if len(row.target_ids) < 2:
+        raise DataError(
+            f"{file.path}, row {example.row}: the tokenizer makes no tokens of the completion "
+            f"{example.completion[:40]!r}",
+            code="no_target",
+            row=example.row,
+        )
+
+
+def _check_vocabulary(base: Base, rows: Sequence[Encoded]) -> None:
+    size = base.vocab_size
+    if size is None or not rows:
+        return
+    highest = max(max(*row.prompt_ids, *row.target_ids) for row in rows)
+    if highest >= size:
+        raise Incompatible(
+            f"the tokenizer of {base.ref} gives token {highest}; its model knows {size} tokens",
+            code="vocabulary",
+            hint="the base folder mixes files of two models",
+            expected=size,
+            found=highest,
+        )
+
+
+def _length_limit(settings: TrainSettings, base: Base) -> int | None:
+    values = (base.config.get(name) for name in _POSITIONS)
+    own = next((value for value in values if isinstance(value, int) and value > 0), None)
+    if settings.max_length is None:
+        return own
+    if own is not None and settings.max_length > own:
+        raise UsageError(
+            f"max_length {settings.max_length} is beyond the {own} positions of {base.ref}",
+            code="max_length",
+            expected=own,
+            found=settings.max_length,
+        )
+    return settings.max_length
+
+
+def _choose(
+    settings: TrainSettings, base: Base, rows: Sequence[Encoded], limit: int | None
+) -> Chosen:
+    """Choose what the user left open; say why."""
+    reasons = {}
+    parts = settings.accumulate * process_count()
+    batch = settings.batch_size
+    if batch is None:
+        batch = _batch_size(rows, parts)
+        reasons["batch_size"] = f"at most 64 rows or {_STEP_TOKENS} tokens a step"
+    if batch % parts:
+        raise UsageError(
+            f"batch_size {batch} is not a multiple of {parts} "
+            f"({settings.accumulate} parts × {process_count()} processes)",
+            code="batch_size",
+            expected=parts,
+            found=batch,
+        )
+    steps = settings.steps
+    if steps is None:
+        epochs = DEFAULT_EPOCHS if settings.epochs is None else settings.epochs
+        steps = math.ceil(epochs * math.ceil(len(rows) / batch))
+        if settings.epochs is None:
+            reasons["steps"] = f"{DEFAULT_EPOCHS} epochs, at least {MIN_STEPS} steps"
+            steps = max(steps, MIN_STEPS)
+    lr = settings.lr
+    if lr is None:
+        width = next((base.config[key] for key in _WIDTHS if key in base.config), 2048)
+        lr = default_lr(int(width))
+        reasons["lr"] = f"for a base of width {width}"
+    return Chosen(
+        alpha=2 * settings.rank if settings.alpha is None else settings.alpha,
+        steps=steps,
+        lr=lr,
+        batch_size=batch,
+        warmup=_warmup(steps) if settings.warmup is None else settings.warmup,
+        max_length=limit,
+        reasons=reasons,
+    )
+
+
+def _warmup(steps: int) -> int:
+    """5 % of the steps, at most 100; none for very short runs, whose first step it would waste."""
+    return 0 if steps < 20 else min(100, math.ceil(0.05 * steps))
+
+
+def default_lr(width: int) -> float:
+    """Choose a peak learning rate for LoRA by the width of the base: wider needs less.
+
+    1e-3 up to a width of about 800, 5e-4 at 2000, 2.9e-4 at 4096 (8 B), 1.7e-4 at 8192 (70 B).
+
+    Source:
+        Schulman et al. 2025, "LoRA Without Regret": lr = 5e-5 · 10 · (2000/width)^0.781, fitted
+        on Llama models; capped here, as the fit does not reach below a width of 2000.
+    """
+    value = min(1e-3, 5e-4 * (2000 / max(width, 1)) ** 0.781)
+    return float(f"{value:.1e}")
+
+
+def _batch_size(rows: Sequence[Encoded], parts: int) -> int:
+    """Rows per step: a power of two of about the same work whatever the length of the rows."""
+    mean = sum(map(len, rows)) / len(rows)
+    longest = max(map(len, rows))
+    batch = 64
+    while batch > 1 and (batch * mean > _STEP_TOKENS or batch * longest > _LONGEST_STEP):
+        batch //= 2
+    return math.ceil(max(batch, 1) / parts) * parts
+
+
+def _warnings(
+    files: Sequence[DataFile],
+    eval_files: Sequence[DataFile],
+    encoded: tuple[Sequence[Encoded], Sequence[Encoded]],
+    tokenizer: "PreTrainedTokenizerBase",
+) -> list[str]:
+    rows, eval_rows = encoded
+    result = [
+        f"{file.path}: {file.duplicates} of {len(file.examples)} examples repeat an earlier one"
+        for file in files
+        if file.duplicates
+    ]
+    cut = sum(1 for row in rows if row.cut)
+    if cut:
+        result.append(f"{cut} of {len(rows)} prompts were cut from the left to fit --max-length")
+    unknown = tokenizer.unk_token_id
+    if unknown is not None:
+        count = sum((*r.prompt_ids, *r.target_ids).count(unknown) for r in (*rows, *eval_rows))
+        if count:
+            result.append(f"{count} tokens of the data are unknown to the base's tokenizer")
+    seen = {(e.prompt, e.completion) for file in files for e in file.examples}
+    shared = sum((e.prompt, e.completion) in seen for f in eval_files for e in f.examples)
+    if shared:
+        result.append(
+            f"{shared} of {len(eval_rows)} evaluation rows stand in the training data too: "
+            "the score will flatter"
+        )
+    return result
+
+
+def _token_digest(rows: Sequence[Encoded]) -> str:
+    """Digest of the training rows as tokens: covers tokenizer, template, order and truncation."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(f"{row.prompt_ids}{row.target_ids}\n".encode())
+    return digest.hexdigest()

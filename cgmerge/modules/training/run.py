@@ -1,0 +1,263 @@
+"""One training run from plan to committed expert."""
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from cgmerge import fs
+from cgmerge.errors import UsageError
+from cgmerge.modules.card import CARD, ExpertCard, read_card
+from cgmerge.modules.data import Encoded
+from cgmerge.modules.expert import WEIGHTS
+from cgmerge.modules.training.adapter import attach_lora, commit_expert, factors_of
+from cgmerge.modules.training.checkpoints import WorkFolder
+from cgmerge.modules.training.listener import Listener, Silent
+from cgmerge.modules.training.plan import Plan
+from cgmerge.modules.training.processes import is_main_process, join_processes, share
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+Scorer = Callable[["PreTrainedModel", Sequence[Encoded]], Mapping[str, float]]
+"""Scores rows on a model; gives at least `exact_match` and `loss`."""
+
+_LAST = 10
+_LARGE = 1 << 30
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run gave.
+
+    Attributes:
+        out: The expert's folder.
+        steps: Optimiser steps in all.
+        loss: Mean loss of the last ten steps.
+        metrics: Losses, and scores on the evaluation data.
+        resumed_from: The step that training went on after, or None.
+        size: Bytes of the weights on disk.
+        losses: The loss of every step.
+    """
+
+    out: Path
+    steps: int
+    loss: float
+    metrics: dict[str, Any]
+    resumed_from: int | None
+    size: int
+    losses: tuple[float, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How a run treats what it finds.
+
+    Attributes:
+        resume: Go on from a checkpoint of the same run (else it is discarded).
+        overwrite: Replace a finished expert, and discard checkpoints of another run.
+        keep_finished: Take an expert that this very run made for the result, instead of refusing
+            to overwrite it (so that a recipe can be repeated until all its skills are done).
+    """
+
+    resume: bool = True
+    overwrite: bool = False
+    keep_finished: bool = False
+
+
+def train_expert(
+    plan: Plan,
+    options: RunOptions,
+    *,
+    listener: Listener | None = None,
+    scorer: Scorer | None = None,
+) -> TrainResult:
+    """Train one expert and commit its folder, or go on where a killed run stopped.
+
+    Args:
+        plan: From `make_plan`.
+        options: What to do with what is there already.
+        listener: Told about steps; nobody by default.
+        scorer: Scores the evaluation data, where the plan has some.
+
+    Raises:
+        UsageError: The output exists; checkpoints of another run stand there.
+        InputError: A loss that is not finite.
+        Damaged: The written adapter differs from memory, is empty, zero or not finite.
+        StorageError: The disk.
+    """
+    told = listener if listener is not None and is_main_process() else Silent()
+    work = WorkFolder(plan.settings.out)
+    join_processes(plan.device)
+    try:
+        done = _prepare(plan, work, options) if is_main_process() else None
+        done = share(done)
+        if done is not None:
+            return done
+        return _train(plan, work, options, told, scorer)
+    finally:
+        work.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a run would do first: `step` > 0 goes on from a checkpoint; `finished` does nothing."""
+
+    step: int = 0
+    finished: bool = False
+
+
+def check_start(plan: Plan, options: RunOptions) -> Start:
+    """Say what a run would start from, changing nothing.
+
+    Raises:
+        UsageError: As `train_expert`.
+    """
+    work = WorkFolder(plan.settings.out)
+    if _finished_card(plan, work, options) is not None:
+        return Start(finished=True)
+    fs.check_target(plan.settings.out, overwrite=options.overwrite)
+    recorded = work.recorded()
+    if recorded is None:
+        return Start()
+    if recorded != plan.identity:
+        if not options.overwrite:
+            raise _other_run(work, recorded, plan.identity)
+        return Start()
+    newest = work.newest()[0] if options.resume else None
+    return Start(newest.step if newest else 0)
+
+
+def _prepare(plan: Plan, work: WorkFolder, options: RunOptions) -> TrainResult | None:
+    """Look at what is there and lock the work folder; a result means that all is done."""
+    done = _finished(plan, work, options)
+    if done is not None:
+        return done
+    fs.check_target(plan.settings.out, overwrite=options.overwrite)
+    _make_room(plan, work, options)
+    work.open(plan.identity)
+    return None
+
+
+def _make_room(plan: Plan, work: WorkFolder, options: RunOptions) -> None:
+    """Keep the checkpoints of this very run, discard what may be discarded, refuse the rest."""
+    if not work.path.exists():
+        return
+    recorded = work.recorded()
+    same = recorded == plan.identity
+    if same and options.resume:
+        return
+    if recorded is not None and not same and not options.overwrite:
+        raise _other_run(work, recorded, plan.identity)
+    work.open(plan.identity)  # the lock: never discard what another process is using
+    work.discard()
+    work.close()
+
+
+def _finished(plan: Plan, work: WorkFolder, options: RunOptions) -> TrainResult | None:
+    card = _finished_card(plan, work, options)
+    if card is None:
+        return None
+    if work.path.exists():
+        work.discard()
+    out = fs.absolute(plan.settings.out)
+    return TrainResult(
+        out=plan.settings.out,
+        steps=plan.chosen.steps,
+        loss=float(card.metrics["loss"]),
+        metrics=dict(card.metrics),
+        resumed_from=plan.chosen.steps,
+        size=(out / WEIGHTS).stat().st_size,
+    )
+
+
+def _finished_card(plan: Plan, work: WorkFolder, options: RunOptions) -> ExpertCard | None:
+    """Recognise an expert that this run made: killed before it removed its checkpoints, or kept."""
+    out = fs.absolute(plan.settings.out)
+    kept = options.keep_finished and not options.overwrite
+    # Without run.json the folder is what a killed clean-up left.
+    left_over = work.path.exists() and work.recorded() in (None, plan.identity)
+    if not (kept or left_over) or not (out / CARD).exists():
+        return None
+    card = read_card(out)
+    return card if card is not None and card.training == plan.identity else None
+
+
+def _other_run(work: WorkFolder, recorded: dict[str, Any], identity: dict[str, Any]) -> UsageError:
+    names = sorted(recorded.keys() | identity.keys())
+    differing = [name for name in names if recorded.get(name) != identity.get(name)]
+    lines = [
+        f"{name}: {_short(recorded.get(name))} there, {_short(identity.get(name))} now"
+        for name in differing
+    ]
+    return UsageError(
+        f"an unfinished run with other settings stands in {work.path}\n  " + "\n  ".join(lines),
+        code="other_run",
+        hint="repeat its settings to continue it, or --overwrite to discard it and start anew",
+        path=work.path,
+        expected={name: recorded.get(name) for name in differing},
+        found={name: identity.get(name) for name in differing},
+    )
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 48 else f"{text[:45]}…"
+
+
+def _train(
+    plan: Plan,
+    work: WorkFolder,
+    options: RunOptions,
+    listener: Listener,
+    scorer: Scorer | None,
+) -> TrainResult:
+    from cgmerge.modules.training.trainer import lora_tensors, train_adapter
+
+    start, skipped = work.newest()
+    for reason in skipped:
+        listener.warn(f"checkpoint skipped: {reason}")
+    model, tokenizer = attach_lora(plan)
+    losses = train_adapter(model, tokenizer, plan, work, start, listener)
+    metrics = _metrics(losses)
+    size = 0
+    if is_main_process():
+        if plan.eval_rows and scorer is not None:
+            metrics["eval"] = _evaluate(model, plan, scorer)
+        factors = factors_of(lora_tensors(model))
+        size = commit_expert(plan, factors, metrics, overwrite=options.overwrite)
+        work.discard()
+    del model
+    if plan.device != "cpu" or plan.base_bytes > _LARGE:
+        gc.collect()  # trainer and model refer to each other; the next skill needs the room
+    return TrainResult(
+        out=plan.settings.out,
+        steps=len(losses),
+        loss=metrics["loss"],
+        metrics=metrics,
+        resumed_from=start.step if start else None,
+        size=size,
+        losses=tuple(losses),
+    )
+
+
+def _metrics(losses: Sequence[float]) -> dict[str, Any]:
+    last = losses[-_LAST:]
+    return {"loss": sum(last) / len(last), "first_loss": losses[0]}
+
+
+def _evaluate(model: "PeftModel", plan: Plan, scorer: Scorer) -> dict[str, Any]:
+    """Score the evaluation rows with and without the adapter."""
+    inner = cast("PreTrainedModel", model.get_base_model())
+    # A text without begin token has nothing before its first token, which nobody can predict.
+    rows = [
+        row if row.prompt_ids else Encoded(row.target_ids[:1], row.target_ids[1:])
+        for row in plan.eval_rows
+    ]
+    own = scorer(inner, rows)
+    with model.disable_adapter():
+        base = scorer(inner, rows)
+    scores = {**own, **{f"base_{name}": value for name, value in base.items()}}
+    return {**scores, "n": len(rows)}

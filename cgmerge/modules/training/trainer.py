@@ -1,0 +1,364 @@
+"""The training loop: trl's SFTTrainer, with every default that matters set here.
+
+The only module that imports trl. Rows come tokenized (`Encoded`), so that trl neither renders,
+truncates nor packs; the labels are the targets and nothing else. On top of trl's trainer this
+adds the loss of every step, an error at the first loss that is not finite, checkpoints that are
+whole or absent, a strict way back from them, and less work per step.
+"""
+
+import contextlib
+import math
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from datasets import Dataset
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
+
+from cgmerge import fs, strictjson
+from cgmerge.errors import Damaged, InputError
+from cgmerge.modules.data import Encoded
+from cgmerge.modules.loading import quiet_transformers
+from cgmerge.modules.training.checkpoints import Checkpoint, WorkFolder
+from cgmerge.modules.training.listener import Listener, Silent
+from cgmerge.modules.training.plan import Plan
+from cgmerge.modules.training.processes import is_main_process, meet, process_count, share
+from cgmerge.tensorfile import TensorFile, read_small
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedTokenizerBase
+
+IGNORED = -100
+_CHECKPOINT_SECONDS = 60.0
+_ADAPTER = "adapter.safetensors"
+_LOSSES = "losses.json"
+_STATE = "trainer_state.json"
+_MAX_LOSSES = 1 << 30
+
+
+def train_adapter(
+    model: "PeftModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    plan: Plan,
+    work: WorkFolder,
+    start: Checkpoint | None,
+    listener: Listener,
+) -> list[float]:
+    """Run all steps of a plan, from the beginning or from a checkpoint.
+
+    Args:
+        model: The base with fresh LoRA weights; trained in place.
+        tokenizer: Its padding token fills short rows.
+        plan: What to train.
+        work: Where checkpoints go.
+        start: Go on from here.
+        listener: Told about every step and checkpoint.
+
+    Returns:
+        The loss of every step from the first, also of those before the checkpoint.
+
+    Raises:
+        InputError: A loss that is not finite; says at which step.
+        Damaged: The checkpoint does not fit the model.
+        KeyboardInterrupt: After a checkpoint was written at the user's Ctrl-C.
+    """
+    with warnings.catch_warnings():
+        # Renamed arguments of transformers that trl still uses, and a note about the missing
+        # pinned memory on machines without an accelerator: nothing a user could act on.
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", message=".*pin_memory.*")
+        trainer = _Trainer(
+            model=model,
+            args=_arguments(plan, work),
+            train_dataset=_dataset(plan.rows),
+            processing_class=tokenizer,
+            data_collator=_Collator(_padding(tokenizer)),
+        )
+        trainer.remove_callback(PrinterCallback)  # writes to stdout
+        trainer.remove_callback(ProgressCallback)
+        trainer.notes.bind(plan, work, listener)
+        trainer.add_callback(_Watch(trainer.notes))
+        with _stop_signals(trainer.notes), quiet_transformers():
+            trainer.train(resume_from_checkpoint=str(start.folder) if start else None)
+    return trainer.notes.losses
+
+
+def lora_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the trainable parameters by name, on the CPU, without copies of the base."""
+    return {
+        name: parameter.detach().to("cpu", copy=True).contiguous()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+class _Notes:
+    """What the trainer and its callback share: losses, the work folder, a wish to stop."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.part_loss = 0.0
+        self.stop_signal: int | None = None
+        self.every: int | None = None
+        self.saved_at = time.monotonic()
+        self.total = 0
+        self.work: WorkFolder | None = None
+        self.listener: Listener = Silent()
+
+    def bind(self, plan: Plan, work: WorkFolder, listener: Listener) -> None:
+        self.work, self.listener = work, listener
+        self.total = plan.chosen.steps
+        self.every = plan.settings.checkpoint_steps
+        if self.every is None and process_count() > 1:
+            # The clocks of several processes differ; they must agree on when to save.
+            self.every = max(1, self.total // 10)
+
+    def wants_checkpoint(self, step: int) -> bool:
+        if self.stop_signal is not None:
+            return True
+        if self.every is not None:
+            return step % self.every == 0
+        return time.monotonic() - self.saved_at > _CHECKPOINT_SECONDS
+
+
+class _Trainer(SFTTrainer):
+    """SFTTrainer without network, files of its own and per-step work that nobody reads."""
+
+    def __init__(self, **options: Any) -> None:
+        self.notes = _Notes()
+        super().__init__(**options)
+        # A new accelerator has nothing to free, but would walk the whole heap looking for it.
+        self.accelerator.free_memory = lambda *objects: list(objects)
+
+    def _send_telemetry(self) -> None:
+        """Stay offline: trl reports every run to a hub by default."""
+
+    def create_model_card(self, *_args: Any, **_options: Any) -> None:
+        """Write no card; the expert gets its own."""
+
+    def floating_point_ops(self, _inputs: Any) -> int:
+        """Skip a count of all parameters at every step."""
+        return 0
+
+    def _module(self) -> torch.nn.Module:
+        if self.model is None:
+            raise RuntimeError("the trainer holds no model")
+        return self.model
+
+    def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
+        """Run one part of a step and note its loss.
+
+        Raises:
+            InputError: The loss is not finite.
+        """
+        loss: torch.Tensor = super().training_step(*args, **options)  # type: ignore[no-untyped-call]
+        self._metrics["train"].clear()  # trl collects per-step lists for logs that are off
+        value = float(self.accelerator.gather(loss.reshape(1)).mean())
+        if not math.isfinite(value):
+            rate = self.args.learning_rate
+            raise InputError(
+                f"the loss is not finite at step {self.state.global_step + 1}: {value}",
+                code="loss",
+                hint=f"lower the learning rate (now {rate:g}), or check the base and the data",
+                step=self.state.global_step + 1,
+                found=str(value),
+            )
+        self.notes.part_loss += value
+        return loss
+
+    def _save_checkpoint(self, _model: Any, _trial: Any) -> None:
+        work = self.notes.work
+        if work is None:
+            return
+        step = self.state.global_step
+        staging = work.new_checkpoint(step) if is_main_process() else contextlib.nullcontext()
+        with staging as stage:
+            folder = Path(share(str(stage)))
+            if stage is not None:
+                fs.write_tensors(folder / _ADAPTER, lora_tensors(self._module()))
+                fs.write_json(folder / _LOSSES, self.notes.losses)
+                self.state.save_to_json(str(folder / _STATE))
+            self._save_optimizer_and_scheduler(str(folder))
+            self._save_scaler(str(folder))
+            self._save_rng_state(str(folder))
+            meet()  # before the main process seals what the others write too
+        meet()
+        self.notes.saved_at = time.monotonic()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Put back A and B, every one of them, and the losses so far.
+
+        Raises:
+            Damaged: Names or shapes that differ from the model's.
+        """
+        folder = Path(resume_from_checkpoint)
+        parameters = {
+            name: parameter
+            for name, parameter in (model or self._module()).named_parameters()
+            if parameter.requires_grad
+        }
+        with TensorFile(folder / _ADAPTER) as file, torch.no_grad():
+            found = {name: info.shape for name, info in file.infos.items()}
+            wanted = {name: tuple(item.shape) for name, item in parameters.items()}
+            if found != wanted:
+                raise Damaged(f"{folder} holds other tensors than the model", code="checkpoint")
+            for name, parameter in parameters.items():
+                parameter.copy_(file.read(name))
+        losses = strictjson.loads(
+            read_small(folder / _LOSSES, limit=_MAX_LOSSES),
+            source=str(folder / _LOSSES),
+            max_bytes=_MAX_LOSSES,
+        )
+        self.notes.losses = [float(value) for value in losses]
+        last = self.notes.losses[-1]
+        self.notes.listener.on_resume(len(losses), self.notes.total, last)
+
+
+class _Watch(TrainerCallback):
+    """Report every step, ask for checkpoints, stop after the one that a signal asked for."""
+
+    def __init__(self, notes: _Notes) -> None:
+        self.notes = notes
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Note the loss of the step that just ended."""
+        notes = self.notes
+        notes.losses.append(notes.part_loss)
+        notes.part_loss = 0.0
+        step = state.global_step
+        notes.listener.on_step(step, notes.total, notes.losses[-1])
+        if step < notes.total and notes.wants_checkpoint(step):
+            if notes.stop_signal is not None:
+                # Not in the signal handler: it may interrupt a write to the same stream.
+                notes.listener.on_stop_wish()
+            control.should_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Tell about the checkpoint; end the run if the user wished so."""
+        control.should_save = False
+        notes = self.notes
+        notes.listener.on_checkpoint(state.global_step)
+        if notes.stop_signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        if notes.stop_signal is not None:
+            sys.exit(128 + notes.stop_signal)
+
+
+@contextlib.contextmanager
+def _stop_signals(notes: _Notes) -> Iterator[None]:
+    """Let the first Ctrl-C (or a scheduler's SIGTERM) finish the step and write a checkpoint.
+
+    The second one ends at once. Only for single runs: several processes would have to agree on
+    the step first.
+    """
+    chosen = (signal.SIGINT, signal.SIGTERM)
+    if process_count() > 1 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {int(number): signal.getsignal(number) for number in chosen}
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        notes.stop_signal = number
+        signal.signal(number, before[number])
+
+    for number in chosen:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number in chosen:
+            signal.signal(number, before[number])
+
+
+@dataclass(frozen=True, slots=True)
+class _Collator:
+    """Pad rows on the right; one tensor per key, built once (trl's makes one per row)."""
+
+    padding: int
+
+    def __call__(self, rows: Sequence[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
+        width = max(len(row["input_ids"]) for row in rows)
+        gaps = [width - len(row["input_ids"]) for row in rows]
+        pairs = list(zip(rows, gaps, strict=True))
+        return {
+            "input_ids": torch.tensor([r["input_ids"] + [self.padding] * g for r, g in pairs]),
+            "attention_mask": torch.tensor([[1] * (width - g) + [0] * g for g in gaps]),
+            "labels": torch.tensor([r["labels"] + [IGNORED] * g for r, g in pairs]),
+        }
+
+
+def _dataset(rows: Sequence[Encoded]) -> Dataset:
+    return Dataset.from_dict(
+        {
+            "input_ids": [[*row.prompt_ids, *row.target_ids] for row in rows],
+            "labels": [[IGNORED] * len(row.prompt_ids) + row.target_ids for row in rows],
+        }
+    )
+
+
+def _padding(tokenizer: "PreTrainedTokenizerBase") -> int:
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    return 0
+
+
+def _arguments(plan: Plan, work: WorkFolder) -> SFTConfig:
+    """Set explicitly whatever trl or transformers might choose differently one day."""
+    chosen, settings = plan.chosen, plan.settings
+    accelerated = plan.device != "cpu"
+    per_process = chosen.batch_size // (settings.accumulate * process_count())
+    arguments = SFTConfig(
+        output_dir=str(work.path),
+        max_steps=chosen.steps,
+        per_device_train_batch_size=per_process,
+        gradient_accumulation_steps=settings.accumulate,
+        learning_rate=chosen.lr,
+        lr_scheduler_type=settings.schedule
+        if settings.schedule != "constant"
+        else "constant_with_warmup",
+        warmup_steps=chosen.warmup,
+        optim="adamw_torch_fused",
+        weight_decay=settings.weight_decay,
+        adam_beta1=0.9,
+        adam_beta2=0.999,
+        max_grad_norm=1.0,
+        seed=settings.seed,
+        data_seed=settings.seed,
+        # Mixed precision only on accelerators: on the CPU peft casts where it must, and trl's
+        # default (bf16 everywhere) fails there.
+        use_cpu=not accelerated,
+        bf16=accelerated and plan.dtype == "bfloat16",
+        fp16=plan.device == "cuda" and plan.dtype == "float16",
+        gradient_checkpointing=settings.gradient_checkpointing,
+        packing=False,
+        max_length=None,  # rows were cut by `encode`, never here
+        dataset_kwargs={"skip_prepare_dataset": True},
+        loss_type="nll",
+        dataloader_num_workers=0,
+        dataloader_pin_memory=plan.device == "cuda",
+        dataloader_drop_last=False,
+        ddp_find_unused_parameters=False,
+        report_to="none",
+        logging_strategy="no",
+        logging_nan_inf_filter=False,
+        eval_strategy="no",
+        save_strategy="no",  # `_Watch` asks for checkpoints
+        push_to_hub=False,
+        disable_tqdm=True,
+    )
+    if process_count() == 1 and arguments.n_gpu > 1:
+        # One process uses one device; trl refuses the data-parallel mode that transformers
+        # would choose on a machine with several.
+        arguments._n_gpu = 1
+    return arguments

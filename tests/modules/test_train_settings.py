@@ -1,0 +1,315 @@
+"""Before the first step: settings, recipes of several skills, and the plan of a run."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import train_support as support
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from cgmerge.errors import DataError, Incompatible, NotFound, UsageError
+from cgmerge.modules.data import Encoded
+from cgmerge.modules.training import plan as planning
+from cgmerge.modules.training.plan import default_lr, find_targets, make_plan
+from cgmerge.modules.training.recipe import read_recipe
+from cgmerge.modules.training.settings import TrainSettings
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return support.make_base(tmp_path_factory.mktemp("plan") / "base")
+
+
+@pytest.fixture
+def data(tmp_path):
+    return support.write_rows(tmp_path / "rows.jsonl", support.make_rows())
+
+
+def _settings(**changes):
+    return TrainSettings(
+        **{"base": "b", "data": (Path("d"),), "skill": "s", "out": Path("o")} | changes
+    )
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"rank": 0},
+            {"rank": 1025},
+            {"alpha": 0},
+            {"lr": 0.0},
+            {"lr": math.nan},
+            {"lr": math.inf},
+            {"steps": 0},
+            {"epochs": -1.0},
+            {"batch_size": 0},
+            {"max_length": 1},
+            {"dropout": 1.0},
+            {"seed": -1},
+            {"weight_decay": -0.1},
+            {"checkpoint_steps": 0},
+        ],
+    )
+    def test_ranges(self, change):
+        (name, value), *_ = change.items()
+        with pytest.raises(UsageError, match=f"{name} must lie in") as error:
+            _settings(**change)
+        assert error.value.code == f"usage.{name}"
+        assert error.value.details["found"] is value
+
+    @pytest.mark.parametrize("skill", ["", " x", "a/b", "..", "-x", "a\nb", "x" * 101])
+    def test_skill_names(self, skill):
+        with pytest.raises(UsageError, match="cannot name a skill"):
+            _settings(skill=skill)
+
+    def test_contradictions(self):
+        with pytest.raises(UsageError, match="contradict"):
+            _settings(steps=3, epochs=1.0)
+        with pytest.raises(UsageError, match="schedule"):
+            _settings(schedule="sawtooth")
+        with pytest.raises(UsageError, match="empty name"):
+            _settings(target_modules=("q_proj", ""))
+        with pytest.raises(UsageError, match="no training data"):
+            _settings(data=())
+
+
+def _recipe(tmp_path, text):
+    path = tmp_path / "skills.yml"
+    path.write_text(text)
+    return path
+
+
+class TestRecipe:
+    def test_shared_own_and_overrides(self, tmp_path):
+        path = _recipe(
+            tmp_path,
+            """
+            base: tiny
+            rank: 8
+            lr: 1e-4
+            out: experts
+            skills:
+              reverse: reverse.jsonl
+              sort: {data: [a.jsonl, b.jsonl], rank: 4, out: elsewhere}
+            """,
+        )
+        first, second = read_recipe(path, {"steps": 7, "lr": 1e-3})
+        assert (first.skill, first.rank, first.steps, first.lr) == ("reverse", 8, 7, 1e-3)
+        assert first.data == (tmp_path / "reverse.jsonl",)
+        assert first.out == tmp_path / "experts" / "reverse"
+        assert (second.rank, second.out) == (4, tmp_path / "elsewhere")
+        assert second.data == (tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+        assert read_recipe(path, {})[0].lr == 1e-4
+
+    def test_list_form_and_names_of_others(self, tmp_path):
+        path = _recipe(
+            tmp_path,
+            """
+            base_model: base
+            lora_r: 8
+            lora_alpha: 16
+            lora_dropout: 0.05
+            lora_target_modules: [q_proj, v_proj]
+            sequence_len: 128
+            micro_batch_size: 4
+            gradient_accumulation_steps: 2
+            num_epochs: 2
+            learning_rate: 0.0002
+            lr_scheduler: cosine
+            warmup_steps: 5
+            output_dir: out
+            load_in_4bit: true
+            skills:
+              - {skill: a, datasets: [{path: a.jsonl}]}
+              - {skill: b, data: b.jsonl}
+            """,
+        )
+        (tmp_path / "base").mkdir()
+        first, _ = read_recipe(path, {})
+        assert first.base == str(tmp_path / "base")
+        assert (first.rank, first.alpha, first.dropout) == (8, 16, 0.05)
+        assert first.target_modules == ("q_proj", "v_proj")
+        assert (first.max_length, first.batch_size, first.accumulate) == (128, 8, 2)
+        assert (first.epochs, first.lr, first.schedule, first.warmup) == (2.0, 0.0002, "cosine", 5)
+        assert first.load_in_4bit is True
+        assert first.data == (tmp_path / "a.jsonl",)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("rnak: 3\nskills: {a: d}", "unknown key 'rnak'"),
+            ("skills: {a: {data: d, lear_rate: 3}}", "skill 'a': unknown key 'lear_rate'"),
+            ("rank: 3\nr: 4\nskills: {a: d}", "'r' gives rank a second time"),
+            ("rank: 3\nrank: 4\nskills: {a: d}", "'rank' stands twice"),
+            ("rank: high\nskills: {a: d}", "rank must be a whole number, found 'high'"),
+            ("rank: true\nskills: {a: d}", "rank must be a whole number"),
+            ("lr: fast\nskills: {a: d}", "lr must be a number"),
+            ("lr: false\nskills: {a: d}", "lr must be a number"),
+            ("load_in_4bit: 1\nskills: {a: d}", "must be true or false"),
+            ("base: 3\nskills: {a: d}", "base must be text"),
+            ("skills: {a: {data: 3}}", "data must be a name"),
+            ("skills: {a: {data: [{path: x, split: y}]}}", "data must be a name"),
+            ("rank: 3", "holds no skills"),
+            ("skills: []", "holds no skills"),
+            ("skills: [{data: d}]", "no name"),
+            ("skills: {a: {skills: {}}}", "holds skills"),
+            ("skills: {a: d, 1: e}", "no name"),
+            ("skills: [{skill: a, data: d}, {skill: a, data: e}]", "'a' twice"),
+            ("skills: {a: d}", "names no base"),
+            ("base: b\nout: o\nskills: {a: {rank: 2}}", "no training data"),
+            ("batch_size: 4\nmicro_batch_size: 2\nbase: b\nskills: {a: d}", "both given"),
+            ("[1, 2]", "must hold settings"),
+            ("a: [", "not a valid recipe"),
+            ("a: &x 1\nb: *x", "aliases are not supported"),
+            ("base: !!python/object/apply:os.getcwd []", "not a valid recipe"),
+        ],
+    )
+    def test_refusals(self, tmp_path, text, message):
+        with pytest.raises(UsageError, match=message) as error:
+            read_recipe(_recipe(tmp_path, text), {"out": Path("o")})
+        assert error.value.exit_code == 2
+
+    def test_hint_for_a_near_key(self, tmp_path):
+        with pytest.raises(UsageError) as error:
+            read_recipe(_recipe(tmp_path, "learning_rte: 3\nskills: {a: d}"), {})
+        assert error.value.hint == "did you mean `learning_rate`?"
+
+    def test_no_output_folder_and_no_file(self, tmp_path):
+        with pytest.raises(UsageError, match="no output folder"):
+            read_recipe(_recipe(tmp_path, "base: b\nskills: {a: d}"), {})
+        with pytest.raises(NotFound):
+            read_recipe(tmp_path / "none.yml", {})
+
+
+class TestPlan:
+    def test_defaults_for_a_small_base(self, base, data, tmp_path):
+        plan = make_plan(
+            TrainSettings(base=str(base), data=(data,), skill="s", out=tmp_path / "o", device="cpu")
+        )
+        chosen = plan.chosen
+        assert (chosen.alpha, chosen.steps, chosen.lr, chosen.batch_size) == (32, 100, 1e-3, 64)
+        assert chosen.warmup == 5
+        assert set(chosen.reasons) == {"steps", "lr", "batch_size"}
+        assert len(plan.targets) == 14
+        assert "lm_head" not in plan.targets
+        assert plan.trainable == 16 * sum(out + width for out, width in plan.targets.values())
+        assert plan.example == "reverse : d h = ⟦h d <eos>⟧" or plan.example.endswith("<eos>⟧")
+        assert (plan.device, plan.dtype, plan.how) == ("cpu", "float32", None)
+        assert plan.base_bytes == 4 * plan.total
+
+    def test_epochs_and_accumulation(self, base, data, tmp_path):
+        plan = make_plan(
+            support.settings(base, data, tmp_path / "o", steps=None, epochs=2.5, accumulate=2)
+        )
+        assert plan.chosen.steps == math.ceil(2.5 * 5)
+        with pytest.raises(UsageError, match="not a multiple of 3"):
+            make_plan(support.settings(base, data, tmp_path / "o", accumulate=3))
+
+    @pytest.mark.parametrize(
+        ("width", "lr"), [(32, 1e-3), (576, 1e-3), (2000, 5e-4), (4096, 2.9e-4), (8192, 1.7e-4)]
+    )
+    def test_learning_rate_falls_with_width(self, width, lr):
+        assert default_lr(width) == lr
+
+    @pytest.mark.parametrize(
+        ("lengths", "parts", "batch"),
+        [([20] * 9, 1, 64), ([256] * 9, 1, 16), ([20] * 99 + [8000], 1, 2), ([20] * 9, 3, 66)],
+    )
+    def test_batch_follows_the_length_of_rows(self, lengths, parts, batch):
+        rows = [Encoded([0] * (length - 1), [1]) for length in lengths]
+        assert planning._batch_size(rows, parts) == batch
+
+    def test_identity_ignores_places_and_follows_content(self, base, data, tmp_path):
+        first = make_plan(support.settings(base, data, tmp_path / "a")).identity
+        same = make_plan(
+            support.settings(base, data, tmp_path / "b", checkpoint_steps=3, alpha=8)
+        ).identity
+        assert first == same == json.loads(json.dumps(first))
+        other = make_plan(support.settings(base, data, tmp_path / "a", seed=1)).identity
+        assert {name for name in first if first[name] != other[name]} == {"seed"}
+        assert str(tmp_path) not in json.dumps(first)
+
+    def test_warnings(self, base, tmp_path):
+        rows = support.make_rows(20)
+        rows[5] = {"prompt": "copy : zebra =", "completion": "a"}
+        rows[6] = rows[7]
+        data = support.write_rows(tmp_path / "d.jsonl", rows)
+        test = support.write_rows(tmp_path / "t.jsonl", [rows[0], rows[5]])
+        plan = make_plan(
+            support.settings(base, data, tmp_path / "o", eval_data=(test,), max_length=8)
+        )
+        text = "\n".join(plan.warnings)
+        assert "1 of 20 examples repeat" in text
+        assert "2 tokens of the data are unknown" in text
+        assert "2 of 2 evaluation rows stand in the training data" in text
+        assert "prompts were cut from the left" in text
+
+    def test_base_and_tokenizer_that_do_not_fit(self, data, tmp_path):
+        base = support.make_base(tmp_path / "b", vocab_size=10)
+        with pytest.raises(Incompatible, match=r"gives token 1\d; its model knows 10"):
+            make_plan(support.settings(base, data, tmp_path / "o"))
+
+    def test_max_length_beyond_the_positions(self, base, data, tmp_path):
+        with pytest.raises(UsageError, match="max_length 65 is beyond the 64 positions"):
+            make_plan(support.settings(base, data, tmp_path / "o", max_length=65))
+
+    def test_targets_longer_than_the_base(self, base, tmp_path):
+        rows = [{"prompt": "copy", "completion": "a " * 70}]
+        data = support.write_rows(tmp_path / "d.jsonl", rows)
+        with pytest.raises(DataError, match="1 of 1 rows have a target that does not fit"):
+            make_plan(support.settings(base, data, tmp_path / "o"))
+
+    def test_completion_without_tokens(self, tmp_path):
+        # This tokenizer keeps letters only: a completion of digits disappears.
+        from tokenizers import Regex, normalizers
+
+        tokenizer = support.make_tokenizer()
+        tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex("[0-9]"), "")
+        base = support.make_base(tmp_path / "b", tokenizer=tokenizer)
+        data = support.write_rows(tmp_path / "d.jsonl", [{"prompt": "copy", "completion": "77"}])
+        with pytest.raises(DataError, match="row 1: the tokenizer makes no tokens"):
+            make_plan(support.settings(base, data, tmp_path / "o"))
+
+    def test_base_without_tokenizer_or_of_another_kind(self, base, data, tmp_path):
+        bare = tmp_path / "bare"
+        bare.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (bare / name).write_bytes((base / name).read_bytes())
+        with pytest.raises(Incompatible, match="cannot load a tokenizer"):
+            make_plan(support.settings(bare, data, tmp_path / "o"))
+        odd = tmp_path / "odd"
+        odd.mkdir()
+        for path in base.iterdir():
+            (odd / path.name).write_bytes(path.read_bytes())
+        (odd / "config.json").write_text('{"model_type": "t5", "vocab_size": 99}')
+        with pytest.raises(Incompatible, match="cannot load"):
+            make_plan(support.settings(odd, data, tmp_path / "o"))
+
+
+class TestTargets:
+    def test_names_and_endings(self, base):
+        model = planning.build_empty(planning.open_base(str(base)))
+        every, transposed = find_targets(model, ("all-linear",))
+        assert not transposed
+        assert len(every) == 14
+        some, _ = find_targets(model, ("v_proj", "0.self_attn.q_proj", "mlp.down_proj"))
+        assert len(some) == 5
+        assert list(some) == [path for path in every if path in some]
+
+    def test_unknown_name_and_the_head(self, base):
+        model = planning.build_empty(planning.open_base(str(base)))
+        with pytest.raises(UsageError, match="'q_porj'") as error:
+            find_targets(model, ("q_porj",))
+        assert "q_proj" in error.value.hint
+        with pytest.raises(UsageError, match="'lm_head'"):
+            find_targets(model, ("lm_head",))
+
+    def test_gpt2_is_transposed(self):
+        config = GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=20, n_positions=16)
+        with torch.device("meta"):
+            targets, transposed = find_targets(GPT2LMHeadModel(config), ("all-linear",))
+        assert transposed
+        assert targets["transformer.h.0.attn.c_attn"] == (96, 32)
