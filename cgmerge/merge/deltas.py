@@ -8,7 +8,7 @@ stream that never holds more than one block of rows of all experts.
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-BLOCK_ENTRIES = 1 << 17
+BLOCK_ENTRIES = 1 << 18
 """Entries (all experts together) in one block: small enough to stay in cache."""
 
 
@@ -108,7 +108,8 @@ class Block:
         name: Tensor the entries belong to.
         start: Flat index of the first entry within the whole task vector (names sorted,
             row-major), so that rules such as "lowest index first" do not depend on blocks.
-        values: [experts, rows, columns], float32 or float64; fresh memory, may be written to.
+        values: [experts, rows, columns], float32 or float64; may be written to, and is valid
+            until the next block is read.
     """
 
     name: str
@@ -175,39 +176,75 @@ class Blocks:
         parts: list[Tensor] = []
         for name in self.names:
             rows, _ = self.shapes[name]
-            deltas = self.fetch(name)
+            read = self._reader(name)
             step = max(1, min(share, rows))
             chosen = range(step // 2, rows, step)
-            parts += [self._values(deltas, name, row, row + 1).flatten(1) for row in chosen]
+            parts += [read(row, row + 1).flatten(1).clone() for row in chosen]
         return torch.cat(parts, dim=1)
 
-    def _module(self, name: str, start: int) -> Iterator[Block]:
-        rows, columns = self.shapes[name]
-        deltas = self.fetch(name)
-        step = max(1, BLOCK_ENTRIES // max(1, columns * len(self.experts)))
-        for first in range(0, rows, step):
-            last = min(first + step, rows)
-            yield Block(name, start + first * columns, self._values(deltas, name, first, last))
+    def block_at(self, start: int) -> Block:
+        """Return the block of the stream that begins at a flat index, computed again."""
+        offset = 0
+        for name in self.all_names:
+            rows, columns = self.shapes[name]
+            if start < offset + rows * columns:
+                first = (start - offset) // columns
+                last = min(first + self._step(columns), rows)
+                return Block(name, start, self._reader(name)(first, last))
+            offset += rows * columns
+        raise IndexError(start)
 
     def fetch(self, name: str) -> list[LowRank | Tensor | None]:
         """Return one module of every expert, None where absent (may read from disk)."""
         return [expert.get(name, None) for expert in self.experts]
 
-    def _values(
-        self, deltas: Sequence[LowRank | Tensor | None], name: str, first: int, last: int
-    ) -> Float[Tensor, "experts rows columns"]:
-        device = next(_device(delta) for delta in deltas if delta is not None)
-        shape = (len(deltas), last - first, self.shapes[name][1])
-        values = torch.empty(shape, dtype=self.dtype, device=device)
-        for place, delta in zip(values, deltas, strict=True):
-            if delta is None:
-                place.zero_()
-            elif isinstance(delta, LowRank):
-                b, a = delta.b[first:last].to(self.dtype), delta.a.to(self.dtype)
-                torch.mm(b, a, out=place)
-            else:
-                place.copy_(delta.reshape(_matrix_shape(delta))[first:last])
-        return values
+    def _module(self, name: str, start: int) -> Iterator[Block]:
+        rows, columns = self.shapes[name]
+        read, step = self._reader(name), self._step(columns)
+        for first in range(0, rows, step):
+            yield Block(name, start + first * columns, read(first, min(first + step, rows)))
+
+    def _step(self, columns: int) -> int:
+        """Rows per block; depends on nothing but shapes, so that results do not either."""
+        return max(1, BLOCK_ENTRIES // max(1, columns * len(self.experts)))
+
+    def _reader(self, name: str) -> Callable[[int, int], Tensor]:
+        """Return a function from a range of rows to values, [experts, rows, columns]."""
+        deltas = self.fetch(name)
+        low_rank = [delta for delta in deltas if isinstance(delta, LowRank)]
+        if len(low_rank) == sum(delta is not None for delta in deltas):
+            # One batched product is much faster than one small product per expert; factors of
+            # different ranks are padded with zeros, which add nothing.
+            rank = max(delta.rank for delta in low_rank)
+            out, into = low_rank[0].shape
+            a = low_rank[0].a.new_zeros(len(deltas), rank, into, dtype=self.dtype)
+            b = low_rank[0].b.new_zeros(len(deltas), out, rank, dtype=self.dtype)
+            for place, delta in enumerate(deltas):
+                if isinstance(delta, LowRank):
+                    a[place, : delta.rank] = delta.a
+                    b[place, :, : delta.rank] = delta.b
+            memory = a.new_empty(0)
+
+            def multiply(first: int, last: int) -> Tensor:
+                nonlocal memory
+                if memory.shape[1:2] != (last - first,):
+                    memory = a.new_empty(len(deltas), last - first, into)
+                return torch.bmm(b[:, first:last], a, out=memory)
+
+            return multiply
+
+        def copy_rows(first: int, last: int) -> Tensor:
+            device = next(_device(delta) for delta in deltas if delta is not None)
+            shape = (len(deltas), last - first, self.shapes[name][1])
+            values = torch.zeros(shape, dtype=self.dtype, device=device)
+            for place, delta in zip(values, deltas, strict=True):
+                if isinstance(delta, LowRank):
+                    place.copy_(delta.rows(first, last))
+                elif delta is not None:
+                    place.copy_(delta.reshape(_matrix_shape(delta))[first:last])
+            return values
+
+        return copy_rows
 
 
 def _device(delta: LowRank | Tensor) -> torch.device:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cgmerge.errors import UsageError
 from cgmerge.merge.deltas import Block, Blocks, LowRank, sizes_of, stack
-from cgmerge.merge.lowrank import Truncated, truncate, truncate_dense
+from cgmerge.merge.lowrank import OVERSAMPLE, Truncated, truncate, truncate_dense
 from cgmerge.merge.registry import MethodSpec, Params, get_method
 
 AUTO_RANK_LIMIT = 64
@@ -136,7 +136,9 @@ class Merger:
                 return truncate(stack(deltas, [coefficients[i] for _, i in kept]), rank)
         matrix = self.dense(name)
         with one_thread():
-            return truncate_dense(matrix, rank, torch.cat([delta.a for delta in deltas]))
+            # The sum of the experts spans nearly the same directions and is cheap to decompose.
+            total = stack(deltas, [self.rule.weights[i] for _, i in kept])
+            return truncate_dense(matrix, rank, truncate(total, rank + OVERSAMPLE).delta.a)
 
     def _assemble(self, name: str, merge: Callable[[Block], Tensor]) -> Tensor:
         with one_thread():

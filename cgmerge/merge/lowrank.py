@@ -77,8 +77,8 @@ def truncate_dense(
     Args:
         matrix: float32 or float64, not modified.
         rank: At least 1.
-        rows: Rows that span most of the matrix's row space, e.g. the stacked A of all experts;
-            the number of rows may be anything, also 0.
+        rows: Rows that probably span most of the matrix's row space, most important first; the
+            number of rows may be anything, also 0.
 
     Returns:
         Factors of rank min(rank, out, in). The error is exact for these factors; they are the
@@ -114,9 +114,6 @@ def _iterate(matrix: Tensor, width: int, rows: Tensor) -> Tensor:
     start = _start(matrix, width, rows)
     basis: Tensor = torch.linalg.qr(matrix @ start).Q
     for _ in range(PASSES):
-        if basis.shape[1] > width:
-            # The first pass may carry all given rows; go on with the dominant directions only.
-            basis = basis @ torch.linalg.svd(basis.T @ matrix, full_matrices=False).U[:, :width]
         basis = torch.linalg.qr(matrix.T @ basis).Q
         basis = torch.linalg.qr(matrix @ basis).Q
     return basis
@@ -126,7 +123,7 @@ def _start(matrix: Tensor, width: int, rows: Tensor) -> Tensor:
     """Return start directions [in, ≥ width]: the given rows, then the matrix's own largest rows."""
     missing = width - rows.shape[0]
     if missing <= 0:
-        return rows.T.to(matrix.dtype)
+        return rows[:width].T.to(matrix.dtype)
     strength = matrix.square().sum(dim=1)
     # `sort` with `stable` makes the choice among equal rows deterministic.
     chosen = torch.sort(strength, descending=True, stable=True).indices[:missing]

@@ -15,9 +15,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cgmerge.merge.deltas import Blocks
+from cgmerge.merge.deltas import Block, Blocks
 
 _BINS = 1 << 20
+_REMEMBERED = 1 << 23  # entries of a bracket whose blocks are remembered, per expert
 _SAMPLE_SLACK = 0.01
 
 
@@ -67,7 +68,7 @@ def top_k_cuts(blocks: Blocks, density: float) -> list[Cut]:
         for block in blocks:
             for values, search in zip(block.values, searches, strict=True):
                 if not search.done:
-                    search.count(values)
+                    search.count(values, block.start)
         for search in searches:
             if not search.done:
                 search.narrow()
@@ -84,11 +85,15 @@ def trim_(values: Float[Tensor, "rows columns"], start: int, cut: Cut) -> None:
     """
     if cut.value <= 0:
         return
-    if cut.last is not None and start + values.numel() - 1 > cut.last:
-        flat = values.reshape(-1)
-        late = flat[max(cut.last - start + 1, 0) :]
-        late[late.abs() == cut.value] = 0
-    values.copy_(torch.nn.functional.hardshrink(values, cut.below))
+    limit = cut.below
+    if cut.last is not None and cut.last < start + values.numel() - 1:
+        if cut.last < start:
+            limit = cut.value  # none of the equal ones is kept here
+        else:
+            late = values.reshape(-1)[cut.last - start + 1 :]
+            late[late.abs() == cut.value] = 0
+    # In place: hardshrink keeps |x| > limit.
+    torch.ops.aten.hardshrink.out(values, limit, out=values)
 
 
 class _Search:
@@ -99,10 +104,12 @@ class _Search:
         self.bits: type[np.signedinteger[Any]] = np.int64 if double else np.int32
         self.unsigned = np.uint64 if double else np.uint32
         self.top = 0x7FF0_0000_0000_0001 if double else 0x7F80_0001  # one above +inf
+        self.largest = self.bits(np.iinfo(self.bits).max)
+        self.scratch = np.empty(0, dtype=self.bits)
         self.low, self.high = 0, self.top
         self.done = False
-        self.missing_ties = 0
-        self.ties = 0
+        self.wanted_ties = 0
+        self.last_block: int | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -110,8 +117,10 @@ class _Search:
         bins = ((self.high - self.low - 1) >> self.shift) + 1
         self.above = 0
         self.histogram = np.zeros(bins, dtype=np.int64)
-        self.waiting: list[np.ndarray[Any, Any]] = []
-        self.waiting_size = 0
+        self.found: list[np.ndarray[Any, Any]] = []
+        self.starts: list[int] = []
+        self.found_size = 0
+        self.counted = 0
 
     def narrow_by_sample(self, values: Tensor, share: float) -> None:
         """Guess a bracket that very likely holds the k-th value; `narrow` corrects a wrong one."""
@@ -125,27 +134,33 @@ class _Search:
         self.low = 0 if share + slack >= 1 else low
         self._reset()
 
-    def count(self, values: Tensor) -> None:
-        """Add one block to the histogram of the bracket."""
+    def count(self, values: Tensor, start: int) -> None:
+        """Add one block, which begins at flat index `start`, to the histogram of the bracket."""
         # numpy: its boolean selection is many times faster than torch's on one thread.
-        offsets = self.patterns(values) - self.low
+        offsets = self.patterns(values)
+        offsets -= self.low
         width = self.high - self.low
         # Below `low` the unsigned view wraps around to a large number: one comparison is enough.
         inside = offsets[np.less(offsets.view(self.unsigned), width)]
         self.above += int(np.count_nonzero(offsets >= width))
-        self.waiting.append(inside >> self.shift)
-        self.waiting_size += inside.size
-        if self.waiting_size > _BINS:
+        self.found.append(inside >> self.shift)
+        self.starts.append(start)
+        self.found_size += inside.size
+        if self.found_size > _REMEMBERED:
             self._flush()
 
     def _flush(self) -> None:
-        if self.waiting:
-            found = np.concatenate(self.waiting)
+        """Move what was found into the histogram; where it was found is forgotten."""
+        if self.found:
+            found = np.concatenate(self.found)
             self.histogram += np.bincount(found, minlength=self.histogram.size)
-        self.waiting, self.waiting_size = [], 0
+            self.counted += found.size
+        self.found, self.starts, self.found_size = [], [], 0
 
     def narrow(self) -> None:
         """Move to the right bracket, or into the right bin of it, or finish."""
+        remembered = self.found, self.starts
+        complete = self.counted == 0
         self._flush()
         inside = int(self.histogram.sum())
         if self.above >= self.kept:
@@ -159,14 +174,37 @@ class _Search:
             bin_index = self.histogram.size - 1 - place
             higher = int(reached[place - 1]) if place else 0
             if self.shift == 0:
+                ties = int(self.histogram[bin_index])
+                wanted = self.kept - self.above - higher
                 self.low += bin_index
-                self.ties = int(self.histogram[bin_index])
-                self.missing_ties = self.kept - self.above - higher
+                # Zeros are the same kept or not, so their order does not matter.
+                self.wanted_ties = wanted if wanted < ties and self.low else 0
+                if complete:
+                    self._locate(bin_index, *remembered)
                 self.done = True
                 return
             self.high = min(self.high, self.low + ((bin_index + 1) << self.shift))
             self.low += bin_index << self.shift
         self._reset()
+
+    def _locate(self, pattern: int, found: list[np.ndarray[Any, Any]], starts: list[int]) -> None:
+        """Find the block that holds the last wanted one of the equal entries."""
+        for part, start in zip(found, starts, strict=True):
+            if not self.wanted_ties:
+                return
+            here = int(np.count_nonzero(part == pattern))
+            if here >= self.wanted_ties:
+                self.last_block = start
+                return
+            self.wanted_ties -= here
+
+    def last_in(self, block: Block, place: int) -> int | None:
+        """Count down the wanted ties in a block; return the flat index when the last is there."""
+        equal = np.flatnonzero(self.patterns(block.values[place]) == self.low)
+        if equal.size >= self.wanted_ties:
+            return block.start + int(equal[self.wanted_ties - 1])
+        self.wanted_ties -= equal.size
+        return None
 
     def cut(self, last: int | None) -> Cut:
         """Turn the found bit pattern into a cut."""
@@ -177,26 +215,23 @@ class _Search:
         return Cut(float(value), float(below), last)
 
     def patterns(self, values: Tensor) -> np.ndarray[Any, Any]:
-        """Return the bit patterns of the magnitudes, flat."""
-        return values.abs().cpu().numpy().reshape(-1).view(self.bits)
+        """Return the bit patterns of the magnitudes, flat; valid until the next call."""
+        signed = values.cpu().numpy().reshape(-1).view(self.bits)
+        if self.scratch.size < signed.size:
+            self.scratch = np.empty(signed.size, dtype=self.bits)
+        # Clears the sign bit. Fresh memory for every block would cost more than the arithmetic.
+        return np.bitwise_and(signed, self.largest, out=self.scratch[: signed.size])
 
 
 def _with_last_index(blocks: Blocks, searches: list[_Search]) -> list[Cut]:
-    """Turn "the first m of the equal ones" into a flat index, reading again only if needed."""
-    left = [s.missing_ties if s.missing_ties < s.ties else 0 for s in searches]
+    """Turn "the first m of the equal ones" into a flat index, reading again only what is needed."""
     last: list[int | None] = [None] * len(searches)
-    # An equal value of zero need not be counted: zeros are the same kept or not.
-    left = [0 if s.low == 0 else n for s, n in zip(searches, left, strict=True)]
-    if any(left):
-        for block in blocks:
-            for i, search in enumerate(searches):
-                if left[i]:
-                    equal = np.flatnonzero(search.patterns(block.values[i]) == search.low)
-                    if equal.size >= left[i]:
-                        last[i] = block.start + int(equal[left[i] - 1])
-                        left[i] = 0
-                    else:
-                        left[i] -= equal.size
-            if not any(left):
+    for place, search in enumerate(searches):
+        if not search.wanted_ties:
+            continue
+        known = search.last_block
+        for block in blocks if known is None else [blocks.block_at(known)]:
+            last[place] = search.last_in(block, place)
+            if last[place] is not None:
                 break
     return [s.cut(index) for s, index in zip(searches, last, strict=True)]

@@ -49,13 +49,15 @@ values = st.one_of(
     rows=st.lists(values, min_size=1, max_size=40),
     density=st.floats(0.01, 1.0),
     block=st.sampled_from([1, 3, 1 << 17]),
+    remembered=st.sampled_from([0, 5, 1 << 20]),
 )
-def test_equals_a_sort(rows, density, block):
+def test_equals_a_sort(rows, density, block, remembered):
     flat = torch.tensor(rows, dtype=torch.float32)
     half = flat.numel() // 2
     expert = {"a": flat[:half], "b": flat[half:]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deltas, "BLOCK_ENTRIES", block)
+        patch.setattr(sparsify, "_REMEMBERED", remembered)
         found = trimmed([expert], density)[0]
     # Zeros compare equal whatever their sign.
     assert torch.equal(found, reference(flat, count_kept(density, flat.numel())))
@@ -90,7 +92,7 @@ def test_a_wrong_first_bracket_is_corrected():
     for _ in range(6):
         if search.done:
             break
-        search.count(matrix)
+        search.count(matrix, 0)
         search.narrow()
     kept = int((matrix.abs() >= search.cut(None).value).sum())
     assert search.done

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cgmerge.merge.deltas import Block, Blocks
 from cgmerge.merge.registry import About, Params, Weights, method, param
-from cgmerge.merge.signs import disjoint_mean, elect
+from cgmerge.merge.signs import disjoint_mean_, elect
 from cgmerge.merge.sparsify import Cut, top_k_cuts, trim_
 
 
@@ -89,7 +89,7 @@ def ties(block: Block, weights: Weights, p: TiesParams, state: TiesState) -> Ten
     if state.tie_sign:
         voted = (values != 0).any(dim=0)
         signs = torch.where((signs == 0) & voted, state.tie_sign, signs)
-    merged = disjoint_mean(values, [abs(weight) for weight in weights], signs)
+    merged = disjoint_mean_(values, [abs(weight) for weight in weights], signs)
     return merged if p.scale == 1.0 else merged.mul_(p.scale)
 
 
