@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SCHEMA = "cgmerge.eval/1"
 
 
-def evaluate(  # noqa: PLR0913  (one argument per option)
+def evaluate(
     *,
     base: options.BaseRef,
     data: Annotated[

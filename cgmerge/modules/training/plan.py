@@ -28,6 +28,7 @@ from cgmerge.modules.training.processes import process_count
 from cgmerge.modules.training.settings import ALL_LINEAR, TrainSettings
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MIN_STEPS = 100
@@ -148,7 +149,7 @@ def make_plan(settings: TrainSettings) -> Plan:
     files = tuple(read_data(path) for path in settings.data)
     eval_files = tuple(read_data(path) for path in settings.eval_data)
     base = open_base(settings.base)
-    device = pick_device(settings.device)
+    device = _device(settings)
     dtype = str(pick_dtype(settings.dtype, device)).removeprefix("torch.")
     tokenizer = load_tokenizer(base)
     limit = _length_limit(settings, base)
@@ -174,6 +175,19 @@ def make_plan(settings: TrainSettings) -> Plan:
         how=rendering(tokenizer) if isinstance(first.prompt, tuple) else None,
         warnings=tuple(_warnings(files, eval_files, (rows, eval_rows), tokenizer)),
     )
+
+
+def _device(settings: TrainSettings) -> "torch.device":
+    device = pick_device(settings.device)
+    if device.index:
+        # transformers' trainer takes the first accelerator that a process sees.
+        raise UsageError(
+            f"training cannot be put on {device}; it takes the first device it sees",
+            code="device",
+            hint=f"CUDA_VISIBLE_DEVICES={device.index} cgmerge train … --device {device.type}",
+            found=str(device),
+        )
+    return device
 
 
 def load_tokenizer(base: Base) -> "PreTrainedTokenizerBase":

@@ -241,6 +241,12 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _load(path: Path) -> dict[str, Any]:
+    if path.suffix.lower() not in (".yml", ".yaml"):
+        raise UsageError(
+            f"{path} is no recipe: a recipe ends in .yml or .yaml",
+            code="recipe",
+            hint=f"for a data file write --data {path}",
+        )
     data = read_small(fs.absolute(path), limit=MAX_BYTES, follow_links=True)
     try:
         # A subclass of the safe loader, so no object is ever constructed.

@@ -25,7 +25,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
 
 from cgmerge import fs, strictjson
-from cgmerge.errors import Damaged, InputError
+from cgmerge.errors import Damaged, InputError, LimitExceeded, StorageError
 from cgmerge.modules.data import Encoded
 from cgmerge.modules.loading import quiet_transformers
 from cgmerge.modules.training.checkpoints import Checkpoint, WorkFolder
@@ -69,6 +69,8 @@ def train_adapter(
 
     Raises:
         InputError: A loss that is not finite; says at which step.
+        LimitExceeded: The memory of the device is used up.
+        StorageError: A checkpoint cannot be written.
         Damaged: The checkpoint does not fit the model.
         KeyboardInterrupt: After a checkpoint was written at the user's Ctrl-C.
     """
@@ -88,7 +90,7 @@ def train_adapter(
         trainer.remove_callback(ProgressCallback)
         trainer.notes.bind(plan, work, listener)
         trainer.add_callback(_Watch(trainer.notes))
-        with _stop_signals(trainer.notes), quiet_transformers():
+        with _stop_signals(trainer.notes), quiet_transformers(), _memory_errors(plan):
             trainer.train(resume_from_checkpoint=str(start.folder) if start else None)
     return trainer.notes.losses
 
@@ -188,15 +190,36 @@ class _Trainer(SFTTrainer):
                 fs.write_tensors(folder / _ADAPTER, lora_tensors(self._module()))
                 fs.write_json(folder / _LOSSES, self.notes.losses)
                 self.state.save_to_json(str(folder / _STATE))
-            self._save_optimizer_and_scheduler(str(folder))
-            self._save_scaler(str(folder))
-            self._save_rng_state(str(folder))
+            self._save_training_state(folder)
             meet()  # before the main process seals what the others write too
         meet()
         self.notes.saved_at = time.monotonic()
 
+    def _save_training_state(self, folder: Path) -> None:
+        """Save what is not ours: optimiser, schedule, gradient scale, random states.
+
+        Raises:
+            StorageError: torch could not write (it says so with a RuntimeError).
+        """
+        try:
+            self._save_optimizer_and_scheduler(str(folder))
+            self._save_scaler(str(folder))
+            self._save_rng_state(str(folder))
+        except RuntimeError as error:
+            raise StorageError(
+                f"cannot write a checkpoint in {folder.parent}: {_first_line(error)}",
+                code="write",
+                hint="free some space; the checkpoints before it are whole, and the same command "
+                "goes on from there",
+                path=folder.parent,
+            ) from error
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Put back A and B, every one of them, and the losses so far.
+
+        The rest (optimiser, schedule, random states) transformers reads with torch.load and
+        weights_only. That format is acceptable here and nowhere else: these files were written by
+        this program on this machine, and their digests were verified a moment ago.
 
         Raises:
             Damaged: Names or shapes that differ from the model's.
@@ -278,6 +301,29 @@ def _stop_signals(notes: _Notes) -> Iterator[None]:
     finally:
         for number in chosen:
             signal.signal(number, before[number])
+
+
+@contextlib.contextmanager
+def _memory_errors(plan: Plan) -> Iterator[None]:
+    """Say what to change when the memory of the device is used up."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU has no class of its own
+        short = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if not short:
+            raise
+        rows = plan.chosen.batch_size // plan.settings.accumulate
+        raise LimitExceeded(
+            f"the memory of {plan.device} is used up by {rows} rows of up to {plan.longest} tokens "
+            f"at once: {_first_line(error)}",
+            code="memory",
+            hint=f"--accumulate {2 * plan.settings.accumulate}, a smaller --batch-size or "
+            "--max-length, or --load-in-4bit",
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 @dataclass(frozen=True, slots=True)
