@@ -1,0 +1,55 @@
+"""Documentation that can be checked: the generated page, the links, the commands it shows."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_reference_is_up_to_date():
+    script = ROOT / "scripts" / "make_reference.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_no_placeholder_is_left(page):
+    assert not re.search(r"DEMO_TABLE|SPEED_TABLE|TODO|FIXME|XXX", page.read_text())
+
+
+def test_every_option_in_the_docs_exists():
+    """Long options of cgmerge commands shown in code blocks are known to the reference page."""
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    for page in PAGES:
+        for block in re.findall(r"```sh\n(.*?)```", page.read_text(), flags=re.S):
+            joined = block.replace("\\\n", " ")
+            for line in joined.splitlines():
+                if line.strip().startswith("cgmerge ") and "cgmerge --" not in line:
+                    for option in re.findall(r"(?<=\s)--[a-z][a-z0-9-]*", line.split("#")[0]):
+                        assert option in reference, f"{page.name}: {option}"
+
+
+def test_make_targets_of_the_readme_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"make ([a-z]+)", (ROOT / "README.md").read_text()):
+        assert re.search(rf"^{target}:", makefile, flags=re.M), target
+
+
+def test_ci_runs_the_readmes_test_command():
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
