@@ -1,12 +1,13 @@
 """`cgmerge demo`: the whole story on a tiny model, offline, in under three minutes."""
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cgmerge.cli import options
-from cgmerge.cli.output import Output
+from cgmerge.cli.output import Output, Progress
 from cgmerge.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _STAGES = {
 
 def demo(
     out: Annotated[Path, typer.Option("--out", "-o", help="Where to write")] = Path("cgmerge-demo"),
-    steps: Annotated[int, typer.Option("--steps", help="Training steps per expert", min=1)] = 120,
+    steps: Annotated[int, typer.Option("--steps", help="Training steps per expert", min=1)] = 160,
     seed: options.Seed = 0,
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
@@ -53,9 +54,9 @@ class _Voice:
         """Say which part begins."""
         self.output.line(text, _STAGES[text])
 
-    def trained(self, skill: str, loss: float) -> None:
-        """Say that one expert is finished."""
-        self.output.line("", f"{skill}: loss {loss:.3f}")
+    def training(self, skill: str, steps: int) -> AbstractContextManager[Progress]:
+        """Show the steps of one expert."""
+        return self.output.progress(skill, steps)
 
 
 def _show(result: "DemoResult", output: Output) -> None:
@@ -99,13 +100,14 @@ def _explain(result: "DemoResult", output: Output) -> None:
     output.text(
         f"""
 What this shows
-  Each expert knows its own skill ({result.checks["own_skill_min"]:.2f} or better) and no other.
-  One adapter merged from all four ({chosen.name}) has {merged["new skills"].score:.2f} of the
-  new skills; the base has {base["new skills"].score:.2f}.
+  Each expert solves at least {result.checks["own_skill_min"]:.2f} of its own skill.
+  One adapter merged from all four ({chosen.name}) solves {merged["new skills"].score:.2f} of
+  the new skills; the base solves {base["new skills"].score:.2f}.
   No expert saw two new skills in one chain. The best of them solves {best_pair:.2f} of such
   pairs, the best merge {best_merge:.2f}: skills that were trained apart work together.
-  It is not free: the merge is weaker on each skill than that skill's expert (interference), and
-  too large a scale destroys the base (the first table). The scale was chosen on validation data.
+  It has a price: what the base can do falls from {base["base skills"].score:.2f} to
+  {merged["base skills"].score:.2f}, and too large a scale destroys more (the first table).
+  Scales were chosen on validation data, the second table is about test data.
 
 Next
   cgmerge inspect {result.out}/merged-{result.recommended}

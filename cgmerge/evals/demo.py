@@ -7,6 +7,7 @@ leaves behind is what a user would have made by hand.
 import json
 import random
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,13 +20,15 @@ from cgmerge.evals.sweep import Candidate, GroupScore, best, group_scores, sweep
 from cgmerge.evals.targets import Target, open_targets
 from cgmerge.evals.tasks import chains
 from cgmerge.modules.data import read_data
+from cgmerge.modules.training.listener import Silent
+from cgmerge.modules.training.settings import TrainSettings
 
 if TYPE_CHECKING:
     from cgmerge.modules.loading import LoadedBase
 
 SKILLS = tuple(chains.NEW)
-STEPS = 120
-BATCH = 64
+STEPS = 160
+BATCH = 32
 LEARNING_RATE = 1e-3
 RANK = 8
 SCALES = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0)
@@ -51,8 +54,26 @@ class Voice(Protocol):
     def stage(self, text: str) -> None:
         """A new part of the story begins."""
 
-    def trained(self, skill: str, loss: float) -> None:
-        """One expert is finished."""
+    def training(self, skill: str, steps: int) -> AbstractContextManager[Advance]:
+        """Open a progress display for one expert."""
+
+
+class Advance(Protocol):
+    """Called after each training step."""
+
+    def __call__(self, done: int, *, note: str = "") -> None:
+        """Report the step and the loss."""
+
+
+class _Relay(Silent):
+    """Passes training steps on to a progress display."""
+
+    def __init__(self, advance: Advance) -> None:
+        self.advance = advance
+
+    def on_step(self, step: int, total: int, loss: float) -> None:  # noqa: ARG002
+        """Show the step."""
+        self.advance(step, note=f"loss {loss:.3f}")
 
 
 @dataclass(frozen=True)
@@ -98,7 +119,8 @@ def run_demo(out: Path, *, seed: int, steps: int, voice: Voice) -> DemoResult:
     data = _write_data(out / "data", seed)
     voice.stage("train")
     for skill in SKILLS:
-        voice.trained(skill, _train(skill, data, out, seed, steps))
+        with voice.training(skill, steps) as advance:
+            _train(_settings(skill, data, out, seed, steps), advance)
     voice.stage("sweep")
     base = open_base("tiny")
     loaded = load_base(base, device="cpu", dtype="float32")
@@ -154,12 +176,8 @@ def _skill_sets(folder: Path, split: chains.Split) -> list[SkillSet]:
     return sets
 
 
-def _train(skill: str, data: Path, out: Path, seed: int, steps: int) -> float:
-    from cgmerge.modules.training.plan import make_plan
-    from cgmerge.modules.training.run import RunOptions, train_expert
-    from cgmerge.modules.training.settings import TrainSettings
-
-    settings = TrainSettings(
+def _settings(skill: str, data: Path, out: Path, seed: int, steps: int) -> TrainSettings:
+    return TrainSettings(
         base="tiny",
         data=(data / f"{skill}.train.jsonl",),
         skill=skill,
@@ -173,7 +191,14 @@ def _train(skill: str, data: Path, out: Path, seed: int, steps: int) -> float:
         device="cpu",
         dtype="float32",
     )
-    return train_expert(make_plan(settings), RunOptions(resume=False, overwrite=True)).loss
+
+
+def _train(settings: TrainSettings, advance: Advance) -> None:
+    from cgmerge.modules.training.plan import make_plan
+    from cgmerge.modules.training.run import RunOptions, train_expert
+
+    options = RunOptions(resume=False, overwrite=True)
+    train_expert(make_plan(settings), options, listener=_Relay(advance))
 
 
 def _candidates() -> list[Candidate]:
