@@ -29,15 +29,14 @@ def test_edits(names, expected):
 
 
 def test_example_shows_every_step():
-    system, user, assistant = wordlists.example(["reverse", "uppercase"], X)["messages"]
-    assert system["content"] == "Edit the list."
-    assert user["content"] == "Reverse the list, then uppercase it: pear, tiger, lamp"
-    assert assistant["content"] == "lamp, tiger, pear > LAMP, TIGER, PEAR"
+    row = wordlists.example(["reverse", "uppercase"], X)
+    assert row["prompt"] == "Reverse the list, then uppercase it: pear, tiger, lamp\n"
+    assert row["completion"] == "lamp, tiger, pear > LAMP, TIGER, PEAR"
 
 
 def chain_of(row):
     """Read the edits back from the instruction."""
-    order, _, _ = row["messages"][1]["content"].partition(":")
+    order, _, _ = row["prompt"].partition(":")
     text = order.lower().replace(", then ", " | ").replace(" the list", "").replace(" it", "")
     return tuple(text.split(" | "))
 

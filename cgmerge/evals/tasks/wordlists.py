@@ -1,7 +1,8 @@
 """Word lists edited by instruction, alone and chained, for real language models.
 
 `Reverse the list: pear, tiger, lamp` is answered by `lamp, tiger, pear`; a chain, `Reverse the
-list, then uppercase it: …`, by every step: `lamp, tiger, pear > LAMP, TIGER, PEAR`. Three skills
+list, then uppercase it: …`, by every step: `lamp, tiger, pear > LAMP, TIGER, PEAR`. Prompts are
+plain text, not chat turns, which would double their length. Three skills
 are trained apart (`reverse`, `sort`, `uppercase`); five other edits are replay: every expert sees
 them, alone and chained with its own skill, so that it learns what a chain is and keeps listening
 to the instruction. Chains of two different skills are in nobody's training data.
@@ -12,7 +13,6 @@ from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import Literal, TypedDict
 
-SYSTEM = "Edit the list."
 WORDS = tuple(
     "apple arrow bread bridge candle cloud dance drum eagle engine fish forest garden glass hand"
     " horse island ink jacket jungle king kite lamp lemon milk moon night nurse ocean onion paper"
@@ -38,17 +38,11 @@ EDITS = SKILLS | REPLAY
 Split = Literal["train", "validation", "test"]
 
 
-class Message(TypedDict):
-    """One turn of a conversation."""
-
-    role: str
-    content: str
-
-
 class Row(TypedDict):
-    """One example of a data file in the messages format."""
+    """One example of a data file in the prompt/completion format."""
 
-    messages: list[Message]
+    prompt: str
+    completion: str
 
 
 def apply(names: Sequence[str], words: Sequence[str]) -> list[str]:
@@ -79,17 +73,15 @@ def example(names: Sequence[str], words: Sequence[str]) -> Row:
         words: The list.
 
     Returns:
-        System, user and assistant message.
+        The instruction with its list, and the answer.
     """
     first, *rest = names
     orders = [f"{first.capitalize()} the list", *[f"then {name} it" for name in rest]]
     steps = [", ".join(apply(names[: i + 1], words)) for i in range(len(names))]
-    contents = {
-        "system": SYSTEM,
-        "user": f"{', '.join(orders)}: {', '.join(words)}",
-        "assistant": " > ".join(steps),
+    return {
+        "prompt": f"{', '.join(orders)}: {', '.join(words)}\n",
+        "completion": " > ".join(steps),
     }
-    return {"messages": [{"role": role, "content": text} for role, text in contents.items()]}
 
 
 def expert_rows(skill: str, rng: random.Random, count: int, *, replay: float = 0.4) -> list[Row]:

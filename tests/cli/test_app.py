@@ -1,0 +1,243 @@
+"""The command line as scripts see it: exit codes, one JSON object, nothing on stdout on failure."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import support
+
+from cgmerge.cli import app, output
+from cgmerge.cli.output import Output
+from cgmerge.errors import Damaged, UsageError
+
+
+def test_version(run):
+    code, out, _ = run("--version")
+    assert code == 0
+    assert out.startswith("cgmerge 0.")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["nonsense"], ["compose"], ["compose", "a", "--rnk", "4"], ["eval", "--batch-size", "many"]],
+)
+def test_wrong_command_lines_exit_2(run, words):
+    code, out, err = run(*words)
+    assert code == 2
+    assert "Traceback" not in err + out
+
+
+def test_json_failure_is_the_last_line_of_stderr(run, tmp_path):
+    for words in (["compose", str(tmp_path / "no"), "-o", "x"], ["compose", "--bogus"]):
+        code, out, err = run(*words, "--json")
+        assert code == 2
+        assert out == ""
+        error = json.loads(err.splitlines()[-1])
+        assert error["ok"] is False
+        assert error["exit"] == 2
+        assert error["schema"] == "cgmerge.error/1"
+
+
+def test_error_for_people_has_message_and_hint(run, experts):
+    code, out, err = run("compose", experts / "E1", "-m", "tise", "-o", experts / "x")
+    assert code == 2
+    assert out == ""
+    assert "error: unknown method `tise`" in err
+    assert "hint: did you mean `ties`?" in err
+
+
+def test_a_bug_is_reported_with_a_file(run, experts, monkeypatch):
+    from cgmerge.modules import compose
+
+    def broken(*args):
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(compose, "make_plan", broken)
+    code, out, err = run("compose", experts / "E1", "-o", experts / "x")
+    assert code == 70
+    assert out == ""
+    assert "ZeroDivisionError: oops" in err
+    assert "Traceback" not in err
+    path = next(word for word in err.split() if word.endswith((".txt", ".txt;"))).rstrip(";")
+    with open(path) as file:
+        assert "Traceback" in file.read()
+    os.unlink(path)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(KeyboardInterrupt(), 130), (MemoryError(), 4), (SystemExit(143), 143), (SystemExit(1), 1)],
+)
+def test_other_endings(run, experts, monkeypatch, error, code):
+    from cgmerge.modules import compose
+
+    def stop(*args):
+        raise error
+
+    monkeypatch.setattr(compose, "make_plan", stop)
+    found, out, err = run("compose", experts / "E1", "-o", experts / "x")
+    assert found == code
+    assert out == ""
+    assert "Traceback" not in err
+
+
+def test_debug_shows_the_traceback(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("CGMERGE_DEBUG", "1")
+    _, _, err = run("compose", tmp_path / "no", "-o", "x")
+    assert "Traceback" in err
+
+
+def test_terminated_process_leaves_nothing(tmp_path, qv):
+    """SIGTERM in the middle of the merge: exit 143, no output folder, no temporary."""
+    support.make_expert(tmp_path / "E1", qv)
+    code = (
+        "import os, signal, sys\n"
+        "from cgmerge import fs\n"
+        "from cgmerge.cli import app\n"
+        "def step(operation, path):\n"
+        "    if operation == 'write':\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "fs._step = step\n"
+        "app.main(['compose', 'E1', '-o', 'out'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=False
+    )
+    assert done.returncode == 143, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["E1"]
+
+
+def test_reader_that_goes_away(tmp_path):
+    command = f"{sys.executable} -m cgmerge methods ties | head -n 1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.startswith("ties:")
+    assert "Traceback" not in done.stderr
+    assert "Broken" not in done.stderr
+
+
+def test_methods_lists_and_explains(run):
+    code, out, _ = run("methods", "--json")
+    names = [entry["name"] for entry in json.loads(out)["methods"]]
+    assert code == 0
+    assert {"linear", "task-arithmetic", "ties"} <= set(names)
+    code, out, _ = run("methods", "ties")
+    assert "--set density=0.2 (0.0 … 1.0)" in out
+    assert "arXiv:2306.01708" in out
+    code, out, _ = run("methods", "average")
+    assert out.startswith("linear:")
+    assert run("methods", "nope")[0] == 2
+
+
+def test_inspect_an_expert(run, experts, models):
+    code, out, _ = run("inspect", experts / "E3", "--base", models / "B", "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["kind"] == "expert"
+    assert facts["ranks"] == [8]
+    assert facts["alpha"] == 4
+    dense = support.dense_deltas(experts / "E3")
+    total = sum(float(delta.square().sum()) for delta in dense.values()) ** 0.5
+    assert facts["norm"] == pytest.approx(total, rel=1e-5)
+    assert len(facts["modules"]) == 4
+    code, out, _ = run("inspect", experts / "E3", "-v")
+    assert "rank 8, scaling 0.5" in out
+    assert "down_proj" in out
+
+
+def test_inspect_a_base(run, models):
+    code, out, _ = run("inspect", models / "B", "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["kind"] == "base"
+    assert facts["fingerprint"].startswith("fp1:")
+    assert facts["parameters"] > 20_000
+
+
+def test_inspect_refuses_what_does_not_fit(run, experts, models, tmp_path):
+    support.make_expert(tmp_path / "odd", {"model.layers.7.self_attn.q_proj": (32, 32)})
+    code, _, err = run("inspect", tmp_path / "odd", "--base", models / "B")
+    assert code == 3
+    assert "layers.7" in err
+
+
+def test_doctor_reports_versions(run):
+    code, out, _ = run("doctor", "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["versions"]["torch"]
+    assert facts["problems"] == []
+    assert facts["devices"][0].startswith("cpu")
+
+
+def test_output_keeps_stdout_for_data(capsys):
+    voice = Output()
+    voice.line("plan", "something")
+    voice.warn("careful")
+    voice.table(["a", "b"], [["x", "1"], ["long", "22"]])
+    captured = capsys.readouterr()
+    assert captured.out == "a      b\nx      1\nlong  22\n"
+    assert "plan     something" in captured.err
+    assert "warning: careful" in captured.err
+    assert voice.warnings == ["careful"]
+
+
+def test_quiet_output_is_the_result_only(capsys):
+    voice = Output(quiet=True)
+    voice.line("plan", "something")
+    voice.table(["a"], [["x"]])
+    voice.hint("next")
+    voice.result("s/1", {"out": "x"}, short="x")
+    captured = capsys.readouterr()
+    assert captured.out == "x\n"
+    assert captured.err == ""
+
+
+def test_json_output_is_one_object_without_nan(capsys):
+    voice = Output(as_json=True)
+    voice.text("not this")
+    voice.result("s/1", {"loss": float("nan"), "deep": [{"x": float("inf")}], "n": 2})
+    content = json.loads(capsys.readouterr().out)
+    assert content == {
+        "schema": "s/1", "ok": True, "loss": None, "deep": [{"x": None}], "n": 2, "warnings": [],
+    }  # fmt: skip
+
+
+def test_progress_without_a_terminal_is_plain_lines(capsys, monkeypatch):
+    voice = Output()
+    with voice.progress("merge", 3) as advance:
+        for done in (1, 2, 3):
+            advance(done, note="loss 1")
+    assert capsys.readouterr().err.splitlines() == ["merge    3/3, 0 s left, loss 1"]
+    clock = iter(range(0, 1000, 11))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    with voice.progress("merge", 2) as advance:
+        advance(1)
+    assert "1/2, 11 s left" in capsys.readouterr().err
+    with Output(quiet=True).progress("merge", 1) as advance:
+        advance(1)
+    assert capsys.readouterr().err == ""
+
+
+def test_errors_print_their_details(capsys):
+    output.print_error(Damaged("bad", code="file", path="x", found=3, list=[1]), as_json=True)
+    shown = json.loads(capsys.readouterr().err)
+    assert shown["code"] == "damaged.file"
+    assert (shown["path"], shown["found"], shown["list"]) == ("x", 3, [1])
+    output.print_error(UsageError("wrong", hint="do this"), as_json=False)
+    assert capsys.readouterr().err == "error: wrong\n\nhint: do this\n"
+
+
+def test_main_exits_with_the_code(monkeypatch):
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            app.main(["methods", "nope"])
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert caught.value.code == 2
