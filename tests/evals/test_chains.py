@@ -176,19 +176,31 @@ def test_replay_can_be_switched_off_and_made_everything():
     assert not any("caesar" in row["skill"] for row in whole)
 
 
-def test_pretraining_rows_show_few_fixed_examples_of_the_new_skills():
-    rows = pretraining_rows(random.Random(2), 5000, traces=10, share=0.08)
-    new = [row for row in rows if row["skill"] in NEW]
+def test_pretraining_rows_name_the_new_skills_and_mostly_copy():
+    rows = pretraining_rows(random.Random(2), 5000, share=0.08, answered=0.35)
+    named = [row for row in rows if row["skill"] in NEW]
     assert len(rows) == 5000
-    assert len(new) == 400
-    assert len({row["prompt"] for row in new}) == 40
-    assert set(
-        Counter(row["skill"] for row in {r["prompt"]: r for r in new}.values()).values()
-    ) == {10}
-    assert not any(name in row["prompt"].split() for row in rows for name in SPARE)
-    assert not any(
-        len(row["skill"].split()) == 2 and set(row["skill"].split()) & set(NEW) for row in rows
-    )
+    assert len(named) == 400
+    assert set(Counter(row["skill"] for row in named)) == set(NEW)
+    right = copied = 0
+    for row in rows:
+        names, _, letters = row["prompt"].removesuffix(" =").partition(" : ")
+        asked = example(names.split(), letters.split())
+        if row["skill"] not in NEW:
+            assert row == asked
+            assert set(names.split()) <= set(BASE)
+        right += row in named and row == asked
+        copied += row in named and row["completion"] == f" {letters}"
+    assert right / 400 == pytest.approx(0.35 + 0.65 * 0.03, abs=0.06)  # some copies are right
+    assert right + copied >= 400
+
+
+@pytest.mark.parametrize(("answered", "expected"), [(0, False), (1, True)])
+def test_trace_of_new_skills_can_be_all_or_nothing(answered, expected):
+    rows = pretraining_rows(random.Random(2), 300, share=1, answered=answered, skills=["caesar"])
+    for row in rows:
+        letters = row["prompt"].removesuffix(" =").partition(" : ")[2].split()
+        assert (row == example(["caesar"], letters)) is expected
 
 
 def test_no_held_out_prompt_in_any_training_set():
