@@ -15,7 +15,12 @@ from cgmerge import fs
 from cgmerge.errors import Damaged, Incompatible, NotFound, UsageError
 from cgmerge.modules.adapter_out import AdapterForm, missing_siblings, write_adapter
 from cgmerge.modules.base import Base, open_base
-from cgmerge.modules.card import BaseId, ExpertCard, package_versions, write_card
+from cgmerge.modules.compose_record import (
+    base_name,
+    base_record,
+    experts_record,
+    write_records,
+)
 from cgmerge.modules.expert import (
     Expert,
     ExpertDeltas,
@@ -23,7 +28,7 @@ from cgmerge.modules.expert import (
     module_prefix,
     open_expert,
 )
-from cgmerge.modules.recipe import RECORD, SCHEMA, ExpertRef, Recipe
+from cgmerge.modules.recipe import ExpertRef, Recipe
 
 if TYPE_CHECKING:
     import torch
@@ -129,7 +134,8 @@ def make_plan(recipe: Recipe) -> Plan:
     from cgmerge.merge import make_rule, plan_rank
 
     base = open_base(recipe.base) if recipe.base is not None else None
-    opened = [(_open(item, recipe), item) for item in recipe.experts]
+    _check_pinned_base(base, recipe)
+    opened = [(_open(item, recipe, base), item) for item in recipe.experts]
     order = sorted(range(len(opened)), key=lambda i: _order_key(opened[i]))
     experts = [opened[i][0] for i in order]
     items = [opened[i][1] for i in order]
@@ -179,7 +185,7 @@ def run_plan(
             modules, rounding = _write_merged_adapter(plan, stage, progress)
         warnings = [*plan.warnings, *_result_warnings(plan, modules, rounding)]
         composed = Composed(out, plan, modules, rounding, warnings)
-        _write_records(composed, stage)
+        write_records(composed, stage)
     return composed
 
 
@@ -192,8 +198,8 @@ def describe(composed: Composed) -> dict[str, Any]:
         "method": plan.rule.spec.name,
         "params": params,
         "scale": scale,
-        "experts": [_experts_record(plan)[i] for i in plan.given],
-        "base": _base_record(plan),
+        "experts": [experts_record(plan)[i] for i in plan.given],
+        "base": base_record(plan),
         "as": plan.recipe.form,
         "rank": plan.rank or None,
         "truncation_error": composed.truncation_error,
@@ -203,14 +209,14 @@ def describe(composed: Composed) -> dict[str, Any]:
     }
 
 
-def _open(item: ExpertRef, recipe: Recipe) -> Expert:
+def _open(item: ExpertRef, recipe: Recipe, base: Base | None) -> Expert:
     try:
-        expert = open_expert(item.ref)
+        expert = open_expert(item.ref, base=base)
     except NotFound:
         beside = recipe.folder / item.ref if recipe.folder else None
         if beside is None or not beside.is_dir():
             raise
-        expert = replace(open_expert(str(beside)), ref=item.ref)
+        expert = replace(open_expert(str(beside), base=base), ref=item.ref)
     if item.sha256 is not None and expert.digest != item.sha256:
         raise Damaged(
             f"{item.ref} is not the expert that the recipe names: sha256 {expert.digest[:16]}…,"
@@ -221,6 +227,20 @@ def _open(item: ExpertRef, recipe: Recipe) -> Expert:
             found=expert.digest,
         )
     return expert
+
+
+def _check_pinned_base(base: Base | None, recipe: Recipe) -> None:
+    """Refuse a base that is not the one a record was made with."""
+    pinned = recipe.base_fingerprint
+    if base is None or pinned is None or recipe.force_base or base.fingerprint == pinned:
+        return
+    raise Incompatible(
+        f"{base.ref} is not the base that the recipe names: {base.fingerprint}, expected {pinned}",
+        code="base",
+        hint="pass the same base; --force-base overrides and is recorded",
+        expected=pinned,
+        found=base.fingerprint,
+    )
 
 
 def _order_key(opened: tuple[Expert, ExpertRef]) -> tuple[str, float, str]:
@@ -308,7 +328,7 @@ def _write_merged_adapter(
     form = AdapterForm(
         rank=plan.rank,
         alpha=plan.rank,
-        base_name=_base_name(plan),
+        base_name=base_name(plan),
         fan_in_fan_out=_fan_in_fan_out(plan),
         task_type=plan.experts[0].config.task_type,
     )
@@ -374,102 +394,6 @@ def _result_warnings(plan: Plan, modules: dict[str, ModuleReport], rounding: flo
             " --dtype float32 keeps it"
         )
     return warnings
-
-
-def _write_records(composed: Composed, stage: Path) -> None:
-    plan = composed.plan
-    record = {
-        "schema": SCHEMA,
-        "base": _base_record(plan),
-        "experts": _experts_record(plan),
-        "method": plan.rule.spec.name,
-        "params": asdict(plan.rule.params),
-        "force_base": plan.recipe.force_base,
-        "allow_noop": plan.recipe.allow_noop,
-        "output": {
-            "as": plan.recipe.form,
-            "rank": plan.rank if plan.rank else None,
-            "dtype": plan.recipe.dtype,
-            "allow_rounding": plan.recipe.allow_rounding,
-        },
-        "result": {
-            "norm": composed.norm,
-            "truncation_error": composed.truncation_error,
-            "rounding_error": composed.rounding_error,
-            "modules": {path: asdict(report) for path, report in composed.modules.items()},
-        },
-        "versions": package_versions(),
-        "warnings": composed.warnings,
-    }
-    fs.write_json(stage / RECORD, record)
-    fs.write_bytes(stage / "README.md", _model_card(composed).encode())
-    if plan.recipe.form == "adapter":
-        fingerprint = plan.base.fingerprint if plan.base else _shared_fingerprint(plan)
-        write_card(
-            stage,
-            ExpertCard(
-                skill="+".join(sorted({expert.name for expert in plan.experts}))[:200],
-                base=BaseId(name=_base_name(plan), fingerprint=fingerprint),
-                training={"composed": plan.rule.spec.name},
-                versions=package_versions(),
-            ),
-        )
-
-
-def _model_card(composed: Composed) -> str:
-    plan = composed.plan
-    lines = [
-        "---",
-        f"base_model: {_base_name(plan) or 'unknown'}",
-        f"library_name: {'peft' if plan.recipe.form == 'adapter' else 'transformers'}",
-        "tags: [lora, merge, cgmerge]",
-        "---",
-        "",
-        (f"Composed with cgmerge: `{plan.rule.spec.name}`,"
-        f" {', '.join(f'{k}={v}' for k, v in asdict(plan.rule.params).items())}."),
-        "",
-        "| expert | weight | sha256 |",
-        "|---|---|---|",
-        *[
-            f"| {entry['name']} | {entry['weight']:g} | `{entry['sha256'][:16]}` |"
-            for entry in _experts_record(plan)
-        ],
-        "",
-        f"Formula: {plan.rule.spec.formula}",
-        "",
-    ]
-    if plan.rank:
-        lines.append(
-            f"Rank {plan.rank}; the truncation lost {composed.truncation_error:.2%} of the merged"
-            " delta (Frobenius)."
-        )
-    lines.append(f"The recipe is in `{RECORD}`; `cgmerge compose {RECORD} -o OUT` repeats it.")
-    return "\n".join(lines) + "\n"
-
-
-def _experts_record(plan: Plan) -> list[dict[str, Any]]:
-    return [
-        {"ref": ref, "name": expert.name, "sha256": expert.digest, "weight": weight}
-        for ref, expert, weight in zip(plan.refs, plan.experts, plan.rule.weights, strict=True)
-    ]
-
-
-def _base_record(plan: Plan) -> dict[str, Any] | None:
-    if plan.base is None:
-        return None
-    return {"ref": plan.base.ref, "fingerprint": plan.base.fingerprint}
-
-
-def _base_name(plan: Plan) -> str:
-    names = {expert.config.base_name for expert in plan.experts if expert.config.base_name}
-    if len(names) == 1:
-        return names.pop()
-    return plan.base.ref if plan.base else ""
-
-
-def _shared_fingerprint(plan: Plan) -> str | None:
-    known = {e.base_fingerprint for e in plan.experts}
-    return known.pop() if len(known) == 1 else None
 
 
 def _fan_in_fan_out(plan: Plan) -> bool:
