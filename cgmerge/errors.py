@@ -37,9 +37,9 @@ class CgmergeError(Exception):
         self, message: str, *, code: str | None = None, hint: str | None = None, **details: Any
     ) -> None:
         super().__init__(message)
-        self.message = message
+        self.message = readable(message)
         self.code = f"{self.family}.{code}" if code else self.family
-        self.hint = hint
+        self.hint = None if hint is None else readable(hint)
         self.details = details
 
     def as_dict(self) -> dict[str, Any]:
@@ -117,9 +117,25 @@ class LimitExceeded(EnvironmentProblem):
     family = "limit"
 
 
+def readable(text: str, limit: int = 4000) -> str:
+    """Make text from a file fit for a terminal: no control characters, bounded length.
+
+    Line ends stay, as messages have several lines; everything else that is not printable
+    (escape sequences, direction marks, lone surrogates) becomes its escape.
+    """
+    cut = text if len(text) <= limit else text[:limit] + "…"
+    if cut.isprintable():
+        return cut
+    return "".join(
+        char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in cut
+    )
+
+
 def _plain(value: Any) -> Any:
     """Make a detail printable as JSON."""
-    if isinstance(value, str | int | float | bool) or value is None:
+    if isinstance(value, str):
+        return readable(value)
+    if isinstance(value, int | float | bool) or value is None:
         return value
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]

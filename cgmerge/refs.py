@@ -7,6 +7,7 @@ what is near it, never with a hub look-up.
 
 import difflib
 import math
+import os
 from pathlib import Path
 
 from cgmerge import fs
@@ -28,16 +29,18 @@ def local_folder(ref: str, *, what: str) -> Path:
     Raises:
         NotFound: No such folder; the message lists what is near it.
         UsageError: An empty or malformed reference.
-        EnvironmentProblem: A remote reference that cannot be fetched.
+        EnvironmentProblem: A remote reference that cannot be fetched, or no permission.
     """
     if not ref.strip():
         raise UsageError(f"the {what} reference is empty", code="ref")
     if ref.startswith(_REMOTE):
         return _fetch(ref, what)
-    path = fs.absolute(Path(ref).expanduser())
-    if path.is_dir():
+    path = fs.absolute(_expanded(ref))
+    if os.path.isdir(path):  # noqa: PTH112  (Path.is_dir raises where a parent is not readable)
+        if not os.access(path, os.R_OK | os.X_OK):
+            raise EnvironmentProblem(f"{path} cannot be read: permission denied", code="permission")
         return path
-    if path.exists():
+    if os.path.lexists(path):
         raise NotFound(f"{ref} is a file; a {what} is a folder", code="not_folder", path=path)
     near = _near(path)
     hint = f"similar: {', '.join(near)}" if near else None
@@ -58,22 +61,36 @@ def parse_weighted(text: str) -> tuple[str, float | None]:
     try:
         weight = float(number)
     except ValueError:
-        if Path(text).expanduser().exists():
+        if _exists(text):
             return text, None
         raise UsageError(
             f"the weight in {text!r} is not a number: {number!r}",
             code="weight",
             hint="write EXPERT=0.5",
         ) from None
+    if _exists(text) and not _exists(ref):  # a folder whose own name ends like a weight
+        return text, None
     if not math.isfinite(weight):
         raise UsageError(f"the weight in {text!r} is not finite", code="weight")
     return ref, weight
 
 
+def _expanded(ref: str) -> Path:
+    try:
+        return Path(ref).expanduser()
+    except RuntimeError:  # `~name` of nobody
+        return Path(ref)
+
+
+def _exists(ref: str) -> bool:
+    return os.path.exists(_expanded(ref))  # noqa: PTH110  (Path.exists raises on odd names)
+
+
 def _near(path: Path) -> list[str]:
-    if not path.parent.is_dir():
+    try:
+        names = [entry.name for entry in os.scandir(path.parent) if entry.is_dir()]
+    except (OSError, ValueError):
         return []
-    names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
     return difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
 
 

@@ -8,6 +8,7 @@ kept in cards and verified with `sha256`.
 """
 
 import contextlib
+import errno
 import hashlib
 import math
 import os
@@ -18,7 +19,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from cgmerge import strictjson
-from cgmerge.errors import Damaged, Incompatible, LimitExceeded, NotFound, Unsafe
+from cgmerge.errors import (
+    Damaged,
+    EnvironmentProblem,
+    Incompatible,
+    LimitExceeded,
+    NotFound,
+    Unsafe,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +42,10 @@ _TORCH_NAMES = {
     "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000
+MAX_AXES = 8
 _CHUNK = 1 << 22
+# What a failed open says about the machine, not about the file.
+_ENVIRONMENT = {errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOMEM}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +66,30 @@ class TensorFile:
     Args:
         path: A regular file; symbolic links are refused unless `follow_links`.
         max_header: Refuse longer headers before reading them (bytes).
+        max_tensors: Refuse files with more tensors.
         follow_links: Allow a link as the last part (hub caches are made of links).
 
     Raises:
         NotFound: No such file.
         Unsafe: A link, pipe or device.
         Damaged: Truncated, over-long, overlapping, or not safetensors at all.
-        LimitExceeded: Header longer than allowed.
+        LimitExceeded: Header longer, or more tensors, than allowed.
+        EnvironmentProblem: No permission, or too many open files.
     """
 
     def __init__(
-        self, path: Path, *, max_header: int = MAX_HEADER_BYTES, follow_links: bool = False
+        self,
+        path: Path,
+        *,
+        max_header: int = MAX_HEADER_BYTES,
+        max_tensors: int | None = None,
+        follow_links: bool = False,
     ) -> None:
         self.path = path
         self._handle = open_regular(path, follow_links=follow_links)
         try:
             self.size = os.fstat(self._handle).st_size
-            self.infos, self.metadata = self._read_header(max_header)
+            self.infos, self.metadata = self._read_header(max_header, max_tensors)
         except BaseException:
             self.close()
             raise
@@ -137,7 +155,9 @@ class TensorFile:
             count -= len(part)
         return b"".join(parts)
 
-    def _read_header(self, max_header: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    def _read_header(
+        self, max_header: int, max_tensors: int | None
+    ) -> tuple[dict[str, TensorInfo], dict[str, str]]:
         if self.size < 8:
             raise self._damaged(f"has {self.size} bytes; a safetensors file has at least 8")
         length = int.from_bytes(self._pread(0, 8), "little")
@@ -157,6 +177,12 @@ class TensorFile:
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
             raise self._damaged("has metadata that is not a map of strings")
+        if max_tensors is not None and len(header) > max_tensors:
+            raise LimitExceeded(
+                f"{self.path} holds {len(header):,} tensors; the limit is {max_tensors:,}",
+                code="tensors",
+                path=self.path,
+            )
         infos = {name: self._info(name, entry, 8 + length) for name, entry in header.items()}
         self._check_coverage(infos, 8 + length)
         return infos, metadata
@@ -165,6 +191,8 @@ class TensorFile:
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
             raise self._damaged(f"describes tensor {name!r} wrongly")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(dtype, str):
+            raise self._damaged(f"describes tensor {name!r} wrongly")
         if dtype not in DTYPE_BYTES:
             raise Incompatible(
                 f"{self.path}: tensor {name!r} has dtype {dtype!r}, which is not supported",
@@ -172,7 +200,8 @@ class TensorFile:
                 path=self.path,
                 tensor=name,
             )
-        if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
+        bounded = _naturals(shape) and len(shape) <= MAX_AXES
+        if not bounded or not _naturals(offsets) or len(offsets) != 2:
             raise self._damaged(f"describes tensor {name!r} wrongly")
         start, end = offsets
         wanted = math.prod(shape) * DTYPE_BYTES[dtype]
@@ -211,6 +240,7 @@ def open_regular(path: Path, *, follow_links: bool = False) -> int:
     Raises:
         NotFound: No such file.
         Unsafe: Not a regular file.
+        EnvironmentProblem: No permission, or too many open files.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
     try:
@@ -218,6 +248,10 @@ def open_regular(path: Path, *, follow_links: bool = False) -> int:
     except FileNotFoundError as error:
         raise NotFound(f"no such file: {path}", code="file", path=path) from error
     except OSError as error:
+        if error.errno in _ENVIRONMENT:
+            raise EnvironmentProblem(
+                f"{path} cannot be opened: {error.strerror}", code="open", path=path
+            ) from error
         raise Unsafe(
             f"{path} cannot be opened as a regular file: {error.strerror}",
             code="not_regular",

@@ -204,6 +204,8 @@ def _changed(recipe: "Recipe", changes: dict[str, Any], params: dict[str, Any]) 
     """Let options on the command line override a recipe."""
     from dataclasses import replace
 
+    if changes.get("base", recipe.base) != recipe.base:
+        changes = {**changes, "base_fingerprint": None}
     kept = dict(recipe.params) if changes.get("method", recipe.method) == recipe.method else {}
     return replace(recipe, **changes, params={**kept, **params})
 

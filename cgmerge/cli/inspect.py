@@ -7,6 +7,7 @@ import typer
 
 from cgmerge.cli import options
 from cgmerge.cli.output import Output
+from cgmerge.errors import readable
 
 if TYPE_CHECKING:
     from cgmerge.modules.expert import Expert
@@ -32,9 +33,10 @@ def inspect(
     if not (folder / CONFIG).exists() and (folder / "config.json").exists():
         _inspect_base(target, output)
         return
-    expert = open_expert(target)
-    if base is not None:
-        expert.deltas(open_base(base))
+    opened = open_base(base) if base is not None else None
+    expert = open_expert(target, base=opened)
+    if opened is not None:
+        expert.deltas(opened)
         output.line("fits", f"all {len(expert.pairs)} modules fit {base}")
     for warning in expert.warnings:
         output.warn(warning)
@@ -113,8 +115,10 @@ def _lines(expert: "Expert", facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("base", f"{facts['base'] or 'unknown'}   {facts['base_fingerprint'] or 'no fingerprint'}"),
         (
             "lora",
-            (f"rank {'/'.join(map(str, expert.ranks))}, scaling {shown}"
-            f"{' (rsLoRA)' if facts['rslora'] else ''}, {len(expert.pairs)} modules, {dtype}"),
+            (
+                f"rank {'/'.join(map(str, expert.ranks))}, scaling {shown}"
+                f"{' (rsLoRA)' if facts['rslora'] else ''}, {len(expert.pairs)} modules, {dtype}"
+            ),
         ),
         ("delta", f"‖ΔW‖ {facts['norm']:.4g}"),
         ("size", f"{facts['size_bytes']:,} bytes"),
@@ -127,5 +131,8 @@ def _lines(expert: "Expert", facts: dict[str, Any]) -> list[tuple[str, str]]:
             ("data", f"{source.name}: {source.rows:,} rows, sha256 {source.sha256[:12]}…")
             for source in expert.card.data
         ]
-        lines += [("metric", f"{key} = {value}") for key, value in expert.card.metrics.items()]
+        lines += [
+            ("metric", readable(f"{key} = {value}", 200))
+            for key, value in expert.card.metrics.items()
+        ]
     return lines

@@ -14,6 +14,7 @@ from cgmerge.errors import Damaged, Incompatible, LimitExceeded, Unsafe
 
 MAX_RANK = 1024
 MAX_ALPHA = 1e6
+MAX_TEXT = 1000
 
 _PLAIN = re.compile(r"[\w.\-]+")
 # Fields that change what the adapter computes in ways a plain ΔW = s·B·A cannot hold.
@@ -54,6 +55,7 @@ class AdapterConfig:
     alpha_pattern: dict[str, float] = field(default_factory=dict)
     use_rslora: bool = False
     base_name: str = ""
+    fan_in_fan_out: bool = False
     task_type: str = "CAUSAL_LM"
 
     def rank_of(self, module: str) -> int:
@@ -81,7 +83,7 @@ def parse_adapter_config(raw: dict[str, Any], *, source: str) -> AdapterConfig:
     """
     if raw.get("peft_type") != "LORA":
         raise Incompatible(
-            f"{source}: peft_type is {raw.get('peft_type')!r}; cgmerge reads LORA",
+            f"{source}: peft_type is {_shown(raw.get('peft_type'))}; cgmerge reads LORA",
             code="peft_type",
             expected="LORA",
             found=raw.get("peft_type"),
@@ -102,6 +104,7 @@ def parse_adapter_config(raw: dict[str, Any], *, source: str) -> AdapterConfig:
         },
         use_rslora=_flag(raw, "use_rslora", source),
         base_name=_text(raw, "base_model_name_or_path", source),
+        fan_in_fan_out=_flag(raw, "fan_in_fan_out", source),
         task_type=_text(raw, "task_type", source) or "CAUSAL_LM",
     )
 
@@ -150,20 +153,19 @@ def _refuse_unsafe(raw: dict[str, Any], source: str) -> None:
 def _refuse_features(raw: dict[str, Any], source: str) -> None:
     for name, reason in _REFUSED.items():
         if raw.get(name):
-            shown = raw[name] if isinstance(raw[name], list) else ""
             raise Incompatible(
-                f"{source}: {name} {shown} is set: {reason}",
+                f"{source}: {name} is set to {_shown(raw[name])}: {reason}",
                 code=f"config_{name}",
                 hint=_feature_hint(name),
                 field=name,
-                found=raw[name],
+                found=_shown(raw[name]),
             )
-    if raw.get("bias", "none") != "none":
+    if raw.get("bias") not in (None, "none"):
         raise Incompatible(
-            f"{source}: bias is {raw['bias']!r}; trained biases are not part of ΔW",
+            f"{source}: bias is {_shown(raw['bias'])}; trained biases are not part of ΔW",
             code="config_bias",
             expected="none",
-            found=raw["bias"],
+            found=_shown(raw["bias"]),
             field="bias",
         )
 
@@ -182,10 +184,11 @@ def _refuse_unknown(raw: dict[str, Any], source: str) -> None:
             and name not in _REFUSED
             and value not in (None, False, [], {}, "")
         ):
+            version = raw.get("peft_version")
+            writer = version if isinstance(version, str) else "of unknown version"
             raise Incompatible(
-                f"{source}: unknown field {name!r} (written by PEFT"
-                f" {raw.get('peft_version', 'of unknown version')}); it may change what the"
-                " adapter computes",
+                f"{source}: unknown field {_shown(name)} (written by PEFT {writer[:60]}); it may"
+                " change what the adapter computes",
                 code="config_unknown_field",
                 hint="remove the field if it does not, or update cgmerge",
                 field=name,
@@ -195,7 +198,7 @@ def _refuse_unknown(raw: dict[str, Any], source: str) -> None:
 def _rank(value: Any, name: str, source: str) -> int:
     if type(value) is not int or value < 1:
         raise Damaged(
-            f"{source}: {name} must be a whole number of at least 1, found {value!r}",
+            f"{source}: {name} must be a whole number of at least 1, found {_shown(value)}",
             code="config_value",
             field=name,
         )
@@ -210,7 +213,7 @@ def _alpha(value: Any, name: str, source: str) -> float:
     fits = isinstance(value, int | float) and not isinstance(value, bool)
     if not fits or not 0 < value <= MAX_ALPHA:
         raise Damaged(
-            f"{source}: {name} must be a number in (0, {MAX_ALPHA:g}], found {value!r}",
+            f"{source}: {name} must be a number in (0, {MAX_ALPHA:g}], found {_shown(value)}",
             code="config_value",
             field=name,
         )
@@ -232,7 +235,7 @@ def _flag(raw: dict[str, Any], name: str, source: str) -> bool:
     value = raw.get(name) or False
     if not isinstance(value, bool):
         raise Damaged(
-            f"{source}: {name} must be true or false, found {value!r}",
+            f"{source}: {name} must be true or false, found {_shown(value)}",
             code="config_value",
             field=name,
         )
@@ -247,7 +250,20 @@ def _text(raw: dict[str, Any], name: str, source: str) -> str:
             code="config_value",
             field=name,
         )
+    # It ends up on terminals, in model cards and in the configs of results.
+    if not value.isprintable() or len(value) > MAX_TEXT:
+        raise Damaged(
+            f"{source}: {name} must be one line of at most {MAX_TEXT:,} printable characters,"
+            f" found {_shown(value)}",
+            code="config_value",
+            field=name,
+        )
     return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "…"
 
 
 def _pattern_key(key: str, name: str, source: str) -> str:

@@ -90,6 +90,12 @@ def read_card(folder: Path) -> ExpertCard | None:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise Damaged(f"{path}: {where}: {first['msg']}", code="card", path=path) from error
+    labels = [card.skill, card.base.name, *(source.name for source in card.data)]
+    odd = next((text for text in labels if not text.isprintable() or len(text) > 1000), None)
+    if odd is not None:
+        raise Damaged(
+            f"{path} holds a name that is not one printable line: {odd[:80]!r}", code="card"
+        )
     for name, expected in card.files.items():
         if "/" in name or "\\" in name or name in ("", ".", ".."):
             raise Damaged(f"{path} lists the file {name!r} outside its folder", code="card")

@@ -13,22 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from cgmerge import fs
 from cgmerge.errors import Damaged, Incompatible, NotFound, UsageError
+from cgmerge.modules.adapter_config import MAX_RANK
 from cgmerge.modules.adapter_out import AdapterForm, missing_siblings, write_adapter
 from cgmerge.modules.base import Base, open_base
-from cgmerge.modules.compose_record import (
-    base_name,
-    base_record,
-    experts_record,
-    write_records,
-)
+from cgmerge.modules.compose_record import base_name, base_record, experts_record, write_records
 from cgmerge.modules.expert import (
+    CONFIG,
     Expert,
     ExpertDeltas,
     check_modules,
     module_prefix,
     open_expert,
 )
-from cgmerge.modules.recipe import ExpertRef, Recipe
+from cgmerge.modules.recipe import RECORD, ExpertRef, Recipe
 
 if TYPE_CHECKING:
     import torch
@@ -133,8 +130,7 @@ def make_plan(recipe: Recipe) -> Plan:
     """
     from cgmerge.merge import make_rule, plan_rank
 
-    base = open_base(recipe.base) if recipe.base is not None else None
-    _check_pinned_base(base, recipe)
+    base = _open_base(recipe) if recipe.base is not None else None
     opened = [(_open(item, recipe, base), item) for item in recipe.experts]
     order = sorted(range(len(opened)), key=lambda i: _order_key(opened[i]))
     experts = [opened[i][0] for i in order]
@@ -146,6 +142,14 @@ def make_plan(recipe: Recipe) -> Plan:
         recipe.method, len(experts), weights=[item.weight for item in items], params=recipe.params
     )
     rank = plan_rank(rule, deltas, recipe.rank) if recipe.form == "adapter" else 0
+    if rank > MAX_RANK:
+        raise UsageError(
+            f"the adapter would have rank {rank:,}; the limit is {MAX_RANK:,}",
+            code="rank",
+            hint="give a smaller --rank (the error is measured), or --as model",
+            expected=MAX_RANK,
+            found=rank,
+        )
     given = [order.index(i) for i in range(len(order))]
     plan = Plan(recipe, experts, [item.ref for item in items], deltas, rule, rank, base, given)
     plan.warnings.extend(_plan_warnings(plan))
@@ -170,11 +174,7 @@ def run_plan(
         StorageError: Disk full and the like; nothing is left behind.
     """
     out = fs.absolute(out)
-    for expert in plan.experts:
-        if expert.folder in out.parents:
-            raise UsageError(
-                f"--out {out} lies inside the expert {expert.folder}", code="out_inside"
-            )
+    _check_out(plan, out)
     fs.check_target(out, overwrite=overwrite)
     with fs.new_folder(out, overwrite=overwrite) as stage:
         if plan.recipe.form == "model":
@@ -209,6 +209,55 @@ def describe(composed: Composed) -> dict[str, Any]:
     }
 
 
+def _check_out(plan: Plan, out: Path) -> None:
+    """Keep inputs and other people's folders out of harm's way."""
+    real = out.resolve()
+    for expert in plan.experts:
+        if expert.folder.resolve() in real.parents:
+            raise UsageError(
+                f"--out {out} lies inside the expert {expert.folder}", code="out_inside"
+            )
+    inputs = [expert.folder for expert in plan.experts]
+    if plan.base is not None:
+        inputs.append(plan.base.folder)
+        if plan.base.folder.resolve() == real:
+            raise UsageError(
+                f"--out {out} is the base; bases are never changed", code="out_is_base"
+            )
+    for folder in inputs:
+        if real in folder.resolve().parents:
+            raise UsageError(f"--out {out} holds the input {folder}", code="out_holds_input")
+    known = (RECORD, CONFIG, "config.json")
+    if out.is_dir() and any(out.iterdir()) and not any((out / name).exists() for name in known):
+        raise UsageError(
+            f"{out} exists already and holds no adapter or model, so it is never replaced",
+            code="out_exists",
+            hint="choose another --out",
+        )
+
+
+def _open_base(recipe: Recipe) -> Base:
+    assert recipe.base is not None
+    try:
+        base = open_base(recipe.base)
+    except NotFound:
+        beside = recipe.folder / recipe.base if recipe.folder else None
+        if beside is None or not beside.is_dir():
+            raise
+        base = replace(open_base(str(beside)), ref=recipe.base)
+    pinned = recipe.base_fingerprint
+    if pinned not in (None, base.fingerprint) and not recipe.force_base:
+        raise Incompatible(
+            f"{recipe.base} is not the base that the recipe names: {base.fingerprint},"
+            f" expected {pinned}",
+            code="base",
+            hint="pass the base it was made with; --force-base overrides and is recorded",
+            expected=pinned,
+            found=base.fingerprint,
+        )
+    return base
+
+
 def _open(item: ExpertRef, recipe: Recipe, base: Base | None) -> Expert:
     try:
         expert = open_expert(item.ref, base=base)
@@ -227,20 +276,6 @@ def _open(item: ExpertRef, recipe: Recipe, base: Base | None) -> Expert:
             found=expert.digest,
         )
     return expert
-
-
-def _check_pinned_base(base: Base | None, recipe: Recipe) -> None:
-    """Refuse a base that is not the one a record was made with."""
-    pinned = recipe.base_fingerprint
-    if base is None or pinned is None or recipe.force_base or base.fingerprint == pinned:
-        return
-    raise Incompatible(
-        f"{base.ref} is not the base that the recipe names: {base.fingerprint}, expected {pinned}",
-        code="base",
-        hint="pass the same base; --force-base overrides and is recorded",
-        expected=pinned,
-        found=base.fingerprint,
-    )
 
 
 def _order_key(opened: tuple[Expert, ExpertRef]) -> tuple[str, float, str]:
@@ -311,11 +346,18 @@ def _write_merged_adapter(
     modules: dict[str, ModuleReport] = {}
     lost = 0.0
     for done, path in enumerate(merger.names, 1):
-        merged = merger.factors(path, plan.rank)
-        norm = math.sqrt(merged.norm_sq)
-        modules[path] = ModuleReport(norm, math.sqrt(merged.error_sq) / norm if norm else 0.0)
+        try:
+            merged = merger.factors(path, plan.rank)
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+            # What an SVD says of values that are not finite.
+            raise _overflow(path, torch.float32) from error
         exact = pad_rank(merged.delta, plan.rank)
         written = LowRank(exact.a.to(dtype), exact.b.to(dtype))
+        finite = torch.isfinite(written.a).all() and torch.isfinite(written.b).all()
+        if not finite or not math.isfinite(merged.norm_sq):
+            raise _overflow(path, dtype)
+        norm = math.sqrt(merged.norm_sq)
+        modules[path] = ModuleReport(norm, math.sqrt(merged.error_sq) / norm if norm else 0.0)
         lost += _difference_sq(exact, written) if dtype != exact.a.dtype else 0.0
         factors[path] = written.a, written.b
         if progress:
@@ -334,7 +376,9 @@ def _write_merged_adapter(
     )
     write_adapter(stage, factors, form)
     _verify_adapter(stage, factors)
-    return modules, math.sqrt(lost) / total if total else 0.0
+    rounding = math.sqrt(lost) / total if total else 0.0
+    refuse_rounding(plan, rounding)
+    return modules, rounding
 
 
 def _verify_adapter(stage: Path, factors: dict[str, Any]) -> None:
@@ -381,6 +425,30 @@ def refuse_noop(plan: Plan, norm: float) -> None:
         )
 
 
+def refuse_rounding(plan: Plan, lost: float) -> None:
+    """Refuse a result whose float type swallows most of the delta, unless the recipe allows it.
+
+    Raises:
+        Incompatible: More than half of it is lost.
+    """
+    if lost > 0.5 and not plan.recipe.allow_rounding:
+        raise Incompatible(
+            f"rounding to the float type of the result loses {lost:.0%} of the delta",
+            code="rounding",
+            hint="use --dtype float32, or --allow-rounding to accept it",
+            found=lost,
+        )
+
+
+def _overflow(path: str, dtype: "torch.dtype") -> Incompatible:
+    return Incompatible(
+        f"the merged delta of {path} overflows {str(dtype).removeprefix('torch.')}",
+        code="overflow",
+        hint="use smaller weights or a smaller --scale, or --dtype float32",
+        tensor=path,
+    )
+
+
 def _result_warnings(plan: Plan, modules: dict[str, ModuleReport], rounding: float) -> list[str]:
     warnings = []
     idle = [path for path, report in modules.items() if report.norm == 0.0]
@@ -398,7 +466,7 @@ def _result_warnings(plan: Plan, modules: dict[str, ModuleReport], rounding: flo
 
 def _fan_in_fan_out(plan: Plan) -> bool:
     if plan.base is None:
-        return False
+        return all(expert.config.fan_in_fan_out for expert in plan.experts)
     shapes = [check_modules(expert, plan.base) for expert in plan.experts]
     return all(shape.transposed for found in shapes for shape in found.values())
 

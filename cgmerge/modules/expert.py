@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cgmerge import strictjson
-from cgmerge.errors import Damaged, Incompatible, LimitExceeded, NotFound, Unsafe
+from cgmerge.errors import Damaged, Incompatible, LimitExceeded, NotFound, Unsafe, readable
 from cgmerge.modules.adapter_config import MAX_RANK, AdapterConfig, parse_adapter_config
 from cgmerge.modules.base import Base, ModuleShape
 from cgmerge.modules.card import ExpertCard, read_card
@@ -31,7 +31,9 @@ WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 MAX_HEADER_BYTES = 4 << 20
 MAX_TENSORS = 20_000
+MAX_NAME = 512
 _LORA = re.compile(r"(?P<path>.+)\.lora_(?P<factor>[AB])\.weight")
+_PATH = re.compile(r"[\w\-]+(?:\.[\w\-]+)*")
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # Prefixes by which the same module is known in a checkpoint file and in the loaded model.
 _PREFIXES = ("", "transformer.", "model.")
@@ -165,11 +167,12 @@ class ExpertDeltas(Mapping[str, "LowRank"]):
         return tensor
 
 
-def open_expert(ref: str) -> Expert:
+def open_expert(ref: str, *, base: Base | None = None) -> Expert:
     """Open an adapter folder: headers, config and card; no weights are read.
 
     Args:
         ref: A local folder, or `hf://user/repo[@revision]`.
+        base: Where known; a saved embedding is then refused with both vocabulary sizes.
 
     Raises:
         NotFound: No such folder, or no adapter in it.
@@ -182,10 +185,12 @@ def open_expert(ref: str) -> Expert:
     raw = strictjson.loads_object(
         read_small(folder / CONFIG, limit=1 << 20), source=str(folder / CONFIG)
     )
-    config = parse_adapter_config(raw, source=str(folder / CONFIG))
-    card = read_card(folder)
-    file = TensorFile(folder / WEIGHTS, max_header=MAX_HEADER_BYTES)
+    file = TensorFile(folder / WEIGHTS, max_header=MAX_HEADER_BYTES, max_tensors=MAX_TENSORS)
     try:
+        if base is not None:
+            _check_vocabulary(file, base)
+        config = parse_adapter_config(raw, source=str(folder / CONFIG))
+        card = read_card(folder)
         pairs = _pair_up(file, config)
     except BaseException:
         file.close()
@@ -193,7 +198,7 @@ def open_expert(ref: str) -> Expert:
     warnings: tuple[str, ...] = ()
     if (folder / "adapter_model.bin").exists():
         warnings = (f"{folder}: adapter_model.bin (pickle) is ignored",)
-    name = card.skill if card else folder.name
+    name = readable(card.skill if card else folder.name, 200).replace("\n", " ")
     return Expert(ref, name, folder, config, card, pairs, file, warnings)
 
 
@@ -280,7 +285,7 @@ def _check_present(folder: Path) -> None:
             path=folder,
             found=inside,
         )
-    if not (folder / WEIGHTS).exists():
+    if not (folder / WEIGHTS).exists() and not (folder / WEIGHTS).is_symlink():
         pickles = [*folder.glob("adapter_model.*"), *folder.glob("*.bin"), *folder.glob("*.pt")]
         if pickles:
             raise Unsafe(
@@ -296,12 +301,6 @@ def _pair_up(file: TensorFile, config: AdapterConfig) -> dict[str, Pair]:
     """Check every tensor name and shape of the file and form the pairs."""
     if not file.infos:
         raise Damaged(f"{file.path} contains no tensors", code="empty", path=file.path)
-    if len(file.infos) > MAX_TENSORS:
-        raise LimitExceeded(
-            f"{file.path} holds {len(file.infos):,} tensors; the limit is {MAX_TENSORS:,}",
-            code="tensors",
-            path=file.path,
-        )
     _check_names(file)
     found: dict[str, dict[str, tuple[str, TensorInfo]]] = {}
     for name, info in file.infos.items():
@@ -349,8 +348,39 @@ def _pair(
     return Pair(a_name, b_name, rank, b.shape[0], a.shape[1], config.scaling_of(path, rank))
 
 
+def _check_vocabulary(file: TensorFile, base: Base) -> None:
+    """Refuse a saved embedding or head whose number of tokens is not the base's."""
+    for name, info in file.infos.items():
+        path = name.removeprefix(PREFIX).removesuffix(".weight").removesuffix(".modules_to_save")
+        known = [base.modules.get(path.removeprefix(prefix)) for prefix in _PREFIXES]
+        shape = next((module for module in known if module is not None), None)
+        if shape is None or len(info.shape) != 2:
+            continue
+        if info.shape[0] != shape.out_features and info.shape[1] == shape.in_features:
+            raise Incompatible(
+                f"{file.path}: the expert was trained with {info.shape[0]} tokens"
+                f" ({name}: {info.shape[0]}×{info.shape[1]}), the base {base.ref} has"
+                f" {shape.out_features}",
+                code="vocabulary",
+                hint="resize the base to the expert's tokenizer, or remove the saved embeddings"
+                " from the expert if the new tokens are not needed",
+                path=file.path,
+                tensor=name,
+                expected=shape.out_features,
+                found=info.shape[0],
+            )
+
+
 def _check_names(file: TensorFile) -> None:
     names = list(file.infos)
+    odd = [name for name in names if len(name) > MAX_NAME or not name.isprintable()]
+    if odd:
+        raise Damaged(
+            f"{file.path} holds {len(odd)} tensor names with control characters or of more than"
+            f" {MAX_NAME} characters, e.g. {odd[0][:80]!r}",
+            code="names",
+            path=file.path,
+        )
     kinds = {
         "lora_magnitude_vector": ("dora", "DoRA magnitudes rescale the base weight"),
         "lora_embedding_": ("embedding_lora", "LoRA on embeddings is not supported"),
@@ -367,8 +397,8 @@ def _check_names(file: TensorFile) -> None:
                 path=file.path,
                 found=holders[:5],
             )
-    lora = [name for name in names if _LORA.fullmatch(name)]
-    full = [name for name in names if name not in set(lora)]
+    lora = {name for name in names if _LORA.fullmatch(name)}
+    full = [name for name in names if name not in lora]
     if (full and lora) or (full and not any("lora_" in name for name in names)):
         shapes = [f"{name} {list(file.infos[name].shape)}" for name in full[:5]]
         raise Unsafe(
@@ -378,7 +408,7 @@ def _check_names(file: TensorFile) -> None:
             path=file.path,
             found=full[:5],
         )
-    stray = [name for name in names if not name.startswith(PREFIX) or name not in set(lora)]
+    stray = [name for name in names if not _is_factor(name)]
     if stray:
         raise Incompatible(
             f"{file.path}: {len(stray)} tensor names are not of the form"
@@ -391,7 +421,14 @@ def _check_names(file: TensorFile) -> None:
         )
 
 
+def _is_factor(name: str) -> bool:
+    match = _LORA.fullmatch(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
+    return match is not None and _PATH.fullmatch(match["path"]) is not None
+
+
 def _suggest_names(name: str) -> str:
+    if name.startswith(PREFIX) and _LORA.fullmatch(name):
+        return "a module path is letters, digits, `_` and `-`, joined by dots"
     adapter = re.fullmatch(r"(.+\.lora_[AB])\.([^.]+)\.weight", name)
     if adapter:
         return f"remove the adapter name: `{adapter[1]}.weight`"

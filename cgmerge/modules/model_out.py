@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from cgmerge import fs, strictjson
 from cgmerge.errors import Damaged, Incompatible
 from cgmerge.modules.base import Base, ModuleShape
-from cgmerge.modules.compose import ModuleReport, Plan, refuse_noop
+from cgmerge.modules.compose import ModuleReport, Plan, refuse_noop, refuse_rounding
 from cgmerge.modules.expert import check_modules
 from cgmerge.tensorfile import TensorFile, read_small
 
@@ -83,14 +83,22 @@ class _Writer:
         delta = self.merger.dense(path)
         oriented = delta.T if shape.transposed else delta
         before = weight.to(torch.float32)
+        if not torch.isfinite(before).all():
+            raise Damaged(
+                f"{self.base.folder}: weight {name!r} holds values that are NaN or infinite",
+                code="not_finite",
+                tensor=name,
+            )
         exact = before + oriented
         kept = self.dtype or weight.dtype
         rounded = exact.to(kept)
         if not torch.isfinite(rounded).all():
             raise Incompatible(
-                f"{name} overflows {kept} after the merge", code="overflow", tensor=name,
-                hint="use --dtype float32 or bfloat16",
-            )  # fmt: skip
+                f"{name} overflows {str(kept).removeprefix('torch.')} after the merge",
+                code="overflow",
+                hint="use smaller weights or a smaller --scale, or --dtype float32",
+                tensor=name,
+            )
         norm = float(torch.linalg.vector_norm(delta, dtype=torch.float64))
         gap = (rounded.to(torch.float32) - before) - oriented
         lost = float(torch.linalg.vector_norm(gap, dtype=torch.float64))
@@ -139,13 +147,7 @@ def write_model(
     total = math.sqrt(sum(report.norm**2 for report in writer.modules.values()))
     refuse_noop(plan, total)
     rounding = math.sqrt(writer.lost_sq) / total if total else 0.0
-    if rounding > 0.5 and not plan.recipe.allow_rounding:
-        raise Incompatible(
-            f"rounding to the model's float type loses {rounding:.0%} of the delta",
-            code="rounding",
-            hint="use --dtype float32, or --allow-rounding to accept it",
-            found=rounding,
-        )
+    refuse_rounding(plan, rounding)
     _write_index(writer, stage)
     _copy_companions(base, stage)
     fs.write_json(stage / "config.json", _config(base, writer))

@@ -1,21 +1,26 @@
 """Recipes: what to compose, as a request in memory, a YAML file, or the record of a result."""
 
 import difflib
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 from cgmerge import strictjson
-from cgmerge.errors import UsageError
+from cgmerge.errors import Incompatible, UsageError
 from cgmerge.refs import parse_weighted
 from cgmerge.tensorfile import read_small
 
+T = TypeVar("T")
 RECORD = "cgmerge.json"
 SCHEMA = "cgmerge.composition/1"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _KEYS = {"base", "experts", "method", "params", "output", "force_base", "allow_noop"}
 _OUTPUT_KEYS = {"as", "rank", "dtype", "allow_rounding"}
+# What a record says about the result; not part of the request.
+_RESULT_KEYS = ("result", "versions", "warnings")
 _EXPERT_KEYS = {"ref", "weight", "sha256", "name"}
 
 
@@ -37,6 +42,7 @@ class Recipe:
         method: Name or alias.
         params: Method parameters by name, scale included.
         base: Base reference, or None (adapters can be composed without one).
+        base_fingerprint: What the base must be; a record pins it.
         form: `adapter` or `model`.
         rank: A number, `exact` or `auto`; adapters only.
         dtype: `auto` is float32 for adapters and the base's own type for models.
@@ -50,6 +56,7 @@ class Recipe:
     method: str
     params: Mapping[str, Any] = field(default_factory=dict)
     base: str | None = None
+    base_fingerprint: str | None = None
     form: Literal["adapter", "model"] = "adapter"
     rank: int | Literal["exact", "auto"] = "auto"
     dtype: str = "auto"
@@ -71,7 +78,10 @@ class Recipe:
 
 def is_recipe(words: list[str]) -> bool:
     """Whether the arguments of `compose` are one recipe file rather than experts."""
-    return len(words) == 1 and Path(words[0]).suffix.lower() in (".yml", ".yaml", ".json")
+    if len(words) != 1:
+        return False
+    path = Path(words[0])
+    return path.suffix.lower() in (".yml", ".yaml", ".json") and not path.is_dir()
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -81,33 +91,37 @@ def read_recipe(path: Path) -> Recipe:
         UsageError: Not a recipe, unknown keys, wrong types.
     """
     raw = _parse(path)
-    if raw.get("schema") == SCHEMA:
-        raw = {key: raw[key] for key in raw if key in _KEYS}
+    schema = raw.pop("schema", None)
+    if schema not in (None, SCHEMA):
+        raise Incompatible(
+            f"{path} has schema {str(schema)[:60]!r}; this version reads {SCHEMA!r}",
+            code="recipe_schema",
+            hint="update cgmerge",
+            expected=SCHEMA,
+            found=schema,
+        )
+    if schema is not None:
+        raw = {key: value for key, value in raw.items() if key not in _RESULT_KEYS}
     _only_known(raw, _KEYS, str(path))
-    output = raw.get("output") or {}
-    if not isinstance(output, dict):
-        raise UsageError(f"{path}: output must be a mapping, found {output!r}", code="recipe")
-    _only_known(output, _OUTPUT_KEYS, f"{path}: output")
-    experts = raw.get("experts")
-    if not isinstance(experts, list) or not experts:
+    experts = _take(raw, "experts", list, path, default=[])
+    if not experts:
         raise UsageError(f"{path}: experts must be a list of at least one", code="recipe")
-    params = raw.get("params") or {}
-    if not isinstance(params, dict):
-        raise UsageError(f"{path}: params must be a mapping, found {params!r}", code="recipe")
-    base = raw.get("base")
-    if isinstance(base, dict):
-        base = base.get("ref")
+    output = _take(raw, "output", dict, path, default={})
+    _only_known(output, _OUTPUT_KEYS, f"{path}: output")
+    base, fingerprint = _base(raw, path)
+    rank = output.get("rank")
     return Recipe(
         experts=tuple(_expert(entry, path) for entry in experts),
-        method=str(raw.get("method", "ties")),
-        params={str(key): value for key, value in params.items()},
-        base=None if base is None else str(base),
-        form=parse_form(str(output.get("as", "adapter"))),
-        rank=parse_rank(str(output.get("rank") or "auto")),
-        dtype=str(output.get("dtype", "auto")),
-        force_base=bool(raw.get("force_base", False)),
-        allow_noop=bool(raw.get("allow_noop", False)),
-        allow_rounding=bool(output.get("allow_rounding", False)),
+        method=_take(raw, "method", str, path, default="ties"),
+        params=_take(raw, "params", dict, path, default={}),
+        base=base,
+        base_fingerprint=fingerprint,
+        form=parse_form(_take(output, "as", str, path, default="adapter")),
+        rank=parse_rank("auto" if rank is None else str(rank)),
+        dtype=_take(output, "dtype", str, path, default="auto"),
+        force_base=_take(raw, "force_base", bool, path, default=False),
+        allow_noop=_take(raw, "allow_noop", bool, path, default=False),
+        allow_rounding=_take(output, "allow_rounding", bool, path, default=False),
         folder=path.parent,
     )
 
@@ -120,10 +134,10 @@ def parse_rank(text: str) -> int | Literal["exact", "auto"]:
     """
     if text in ("exact", "auto"):
         return cast("Literal['exact', 'auto']", text)
-    if text.isdigit() and int(text) >= 1:
+    if re.fullmatch("0*[1-9][0-9]{0,17}", text):
         return int(text)
     raise UsageError(
-        f"the rank must be a whole number of at least 1, `exact` or `auto`, found {text!r}",
+        f"the rank must be a whole number of at least 1, `exact` or `auto`, found {text[:60]!r}",
         code="rank",
     )
 
@@ -145,30 +159,62 @@ def _expert(entry: Any, path: Path) -> ExpertRef:
         return ExpertRef(ref, weight)
     if not isinstance(entry, dict) or not isinstance(entry.get("ref"), str):
         raise UsageError(
-            f"{path}: an expert is a reference or a mapping with `ref`, found {entry!r}",
+            f"{path}: an expert is a reference or a mapping with `ref`, found {_shown(entry)}",
             code="recipe",
         )
     _only_known(entry, _EXPERT_KEYS, f"{path}: expert")
     weight = entry.get("weight")
-    if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float)):
-        raise UsageError(f"{path}: weight must be a number, found {weight!r}", code="weight")
-    digest = entry.get("sha256")
+    if weight is not None and not _is_finite(weight):
+        raise UsageError(
+            f"{path}: weight must be a finite number, found {_shown(weight)}", code="weight"
+        )
+    digest = _take(entry, "sha256", str, path)
     return ExpertRef(entry["ref"], None if weight is None else float(weight), digest)
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond what a float holds
+        return False
+
+
+def _base(raw: Mapping[str, Any], path: Path) -> tuple[str | None, str | None]:
+    """Read `base: REF`, or `base: {ref, fingerprint}` as records have it."""
+    if not isinstance(raw.get("base"), dict):
+        return _take(raw, "base", str, path), None
+    base = raw["base"]
+    _only_known(base, {"ref", "fingerprint"}, f"{path}: base")
+    return _take(base, "ref", str, path), _take(base, "fingerprint", str, path)
 
 
 def _parse(path: Path) -> dict[str, Any]:
     data = read_small(path, limit=4 << 20, follow_links=True)
     if path.suffix.lower() == ".json":
         return strictjson.loads_object(data, source=str(path))
-    import yaml
+    from cgmerge import strictyaml
 
-    try:
-        value = yaml.safe_load(data.decode("utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{path} is not valid YAML: {error}", code="recipe") from error
-    if not isinstance(value, dict):
-        raise UsageError(f"{path} must hold a mapping", code="recipe")
-    return {str(key): item for key, item in value.items()}
+    return strictyaml.loads_mapping(data, source=str(path))
+
+
+def _take(
+    raw: Mapping[str, Any], key: str, kind: type[T], path: Path, *, default: Any = None
+) -> T | Any:
+    """Return a value of the right type; an absent or empty one gives the default."""
+    value = raw.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, kind):
+        wanted = {bool: "true or false", str: "text", dict: "a mapping", list: "a list"}[kind]
+        raise UsageError(f"{path}: {key} must be {wanted}, found {_shown(value)}", code="recipe")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "…"
 
 
 def _only_known(raw: Mapping[str, Any], known: set[str], source: str) -> None:
@@ -176,7 +222,7 @@ def _only_known(raw: Mapping[str, Any], known: set[str], source: str) -> None:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
             raise UsageError(
-                f"{source}: unknown key `{key}`",
+                f"{source}: unknown key `{str(key)[:60]}`",
                 code="recipe",
                 hint=f"did you mean `{near[0]}`?" if near else f"known: {', '.join(sorted(known))}",
             )

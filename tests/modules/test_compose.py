@@ -172,7 +172,11 @@ def test_hash_seed_and_threads_give_the_same_bytes(experts):
         out = f"s{seed}"
         env = {**os.environ, "PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": str(threads)}
         done = subprocess.run(
-            [*words, "-m", method, "-o", out, "-q"], cwd=experts, env=env, capture_output=True, check=False
+            [*words, "-m", method, "-o", out, "-q"],
+            cwd=experts,
+            env=env,
+            capture_output=True,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.decode().strip() == out
@@ -221,7 +225,7 @@ def test_yaml_recipe(experts, monkeypatch):
         ("experts: []\nmethod: ties", "at least one"),
         ("expert: [E1]", "unknown key `expert`"),
         ("experts: [E1]\noutput: {rnk: 4}", "unknown key `rnk`"),
-        ("experts: [{ref: E1, weight: heavy}]", "weight must be a number"),
+        ("experts: [{ref: E1, weight: heavy}]", "weight must be a finite number"),
         ("- a\n- b", "must hold a mapping"),
         ("experts: [E1", "not valid YAML"),
         ("experts: [E1]\noutput: {as: zip}", "adapter or model"),
