@@ -1,6 +1,6 @@
 """Three word-list skills on SmolLM2-135M-Instruct: train, merge, measure; honest whatever it shows.
 
-    python benchmarks/real_model.py --out cgmerge-real [--overwrite] [--steps 100]
+    python benchmarks/real_model.py --out cgmerge-real [--overwrite] [--steps 110]
 
 Uses the library calls behind `cgmerge train`, `compose` and `eval`. Scales are chosen on
 validation rows; the table is about test rows. Ends with benchmarks/results/real_model.json.
@@ -33,7 +33,7 @@ from cgmerge.modules.training.run import RunOptions, train_expert
 from cgmerge.modules.training.settings import TrainSettings
 
 BASE = "smollm2-135m"
-RANK, BATCH, LR, SEED = 16, 16, 1e-3, 0
+RANK, BATCH, LR, SEED = 16, 8, 1e-3, 0
 SKILLS = tuple(wordlists.SKILLS)
 RESULTS = Path(__file__).parent / "results" / "real_model.json"
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -55,7 +55,7 @@ class Steps(Silent):
 
     def on_step(self, step: int, total: int, loss: float) -> None:
         """Print every twentieth step."""
-        if step % 20 == 0 or step == total:
+        if step % 10 == 0 or step == total:
             print(f"  {self.skill} {step}/{total} loss {loss:.3f}", flush=True)
 
 
@@ -66,7 +66,7 @@ def write_data(folder: Path, steps: int) -> None:
         _write(folder / f"{skill}.train.jsonl", rows)
     splits: dict[wordlists.Split, tuple[int, int, int]] = {
         "validation": (10, 18, 10),
-        "test": (40, 60, 30),
+        "test": (30, 60, 30),
     }
     for split, (own, pairs, other) in splits.items():
         for skill in SKILLS:
@@ -141,7 +141,7 @@ def show(title: str, rows: dict[str, dict[str, Any]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("cgmerge-real"))
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=110)
     parser.add_argument("--overwrite", action="store_true")
     parser.add_argument("--keep-experts", action="store_true", help="do not train again")
     parser.add_argument("--results", type=Path, default=RESULTS)

@@ -16,10 +16,10 @@ X = ["pear", "tiger", "lamp"]
         (["sort"], ["lamp", "pear", "tiger"]),
         (["uppercase"], ["PEAR", "TIGER", "LAMP"]),
         (["copy"], X),
-        (["keep the first word of"], ["pear"]),
-        (["keep the last word of"], ["lamp"]),
-        (["drop the first word of"], ["tiger", "lamp"]),
-        (["drop the last word of"], ["pear", "tiger"]),
+        (["keep first"], ["pear"]),
+        (["keep last"], ["lamp"]),
+        (["drop first"], ["tiger", "lamp"]),
+        (["drop last"], ["pear", "tiger"]),
         (["sort", "reverse"], ["tiger", "pear", "lamp"]),
         (["reverse", "uppercase"], ["LAMP", "TIGER", "PEAR"]),
     ],
@@ -30,15 +30,14 @@ def test_edits(names, expected):
 
 def test_example_shows_every_step():
     row = wordlists.example(["reverse", "uppercase"], X)
-    assert row["prompt"] == "Reverse the list, then uppercase it: pear, tiger, lamp\n"
+    assert row["prompt"] == "Reverse, then uppercase: pear, tiger, lamp\n"
     assert row["completion"] == "lamp, tiger, pear > LAMP, TIGER, PEAR"
 
 
 def chain_of(row):
     """Read the edits back from the instruction."""
     order, _, _ = row["prompt"].partition(":")
-    text = order.lower().replace(", then ", " | ").replace(" the list", "").replace(" it", "")
-    return tuple(text.split(" | "))
+    return tuple(order.lower().split(", then "))
 
 
 def test_an_expert_never_sees_another_skill():

@@ -1,8 +1,8 @@
 """Word lists edited by instruction, alone and chained, for real language models.
 
-`Reverse the list: pear, tiger, lamp` is answered by `lamp, tiger, pear`; a chain, `Reverse the
-list, then uppercase it: …`, by every step: `lamp, tiger, pear > LAMP, TIGER, PEAR`. Prompts are
-plain text, not chat turns, which would double their length. Three skills
+`Reverse: pear, tiger, lamp` is answered by `lamp, tiger, pear`; a chain, `Reverse, then uppercase:
+…`, by every step: `lamp, tiger, pear > LAMP, TIGER, PEAR`. Prompts are short plain text, not chat
+turns, because on a CPU the length of a row is the price of a step. Three skills
 are trained apart (`reverse`, `sort`, `uppercase`); five other edits are replay: every expert sees
 them, alone and chained with its own skill, so that it learns what a chain is and keeps listening
 to the instruction. Chains of two different skills are in nobody's training data.
@@ -29,10 +29,10 @@ SKILLS: dict[str, _Edit] = {
 }
 REPLAY: dict[str, _Edit] = {
     "copy": lambda x: x,
-    "keep the first word of": lambda x: x[:1],
-    "keep the last word of": lambda x: x[-1:],
-    "drop the first word of": lambda x: x[1:],
-    "drop the last word of": lambda x: x[:-1],
+    "keep first": lambda x: x[:1],
+    "keep last": lambda x: x[-1:],
+    "drop first": lambda x: x[1:],
+    "drop last": lambda x: x[:-1],
 }
 EDITS = SKILLS | REPLAY
 Split = Literal["train", "validation", "test"]
@@ -75,11 +75,10 @@ def example(names: Sequence[str], words: Sequence[str]) -> Row:
     Returns:
         The instruction with its list, and the answer.
     """
-    first, *rest = names
-    orders = [f"{first.capitalize()} the list", *[f"then {name} it" for name in rest]]
+    order = ", then ".join(names).capitalize()
     steps = [", ".join(apply(names[: i + 1], words)) for i in range(len(names))]
     return {
-        "prompt": f"{', '.join(orders)}: {', '.join(words)}\n",
+        "prompt": f"{order}: {', '.join(words)}\n",
         "completion": " > ".join(steps),
     }
 
