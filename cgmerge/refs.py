@@ -33,6 +33,8 @@ def local_folder(ref: str, *, what: str) -> Path:
     """
     if not ref.strip():
         raise UsageError(f"the {what} reference is empty", code="ref")
+    if any("\ud800" <= char <= "\udfff" for char in ref):
+        raise UsageError(f"the {what} reference {ref!r} is not valid Unicode", code="ref")
     if ref.startswith(_REMOTE):
         return _fetch(ref, what)
     path = fs.absolute(_expanded(ref))
@@ -41,7 +43,9 @@ def local_folder(ref: str, *, what: str) -> Path:
             raise EnvironmentProblem(f"{path} cannot be read: permission denied", code="permission")
         return path
     if os.path.lexists(path):
-        raise NotFound(f"{ref} is a file; a {what} is a folder", code="not_folder", path=path)
+        raise NotFound(
+            f"{ref} is a file; the {what} must be a folder", code="not_folder", path=path
+        )
     near = _near(path)
     hint = f"similar: {', '.join(near)}" if near else None
     if hint is None and ref.count("/") == 1 and not ref.startswith((".", "~", "/")):

@@ -16,16 +16,16 @@ from cgmerge.errors import Damaged, Incompatible, NotFound, UsageError
 from cgmerge.modules.adapter_config import MAX_RANK
 from cgmerge.modules.adapter_out import AdapterForm, missing_siblings, write_adapter
 from cgmerge.modules.base import Base, open_base
+from cgmerge.modules.compose_out import check_out
 from cgmerge.modules.compose_record import base_name, base_record, experts_record, write_records
 from cgmerge.modules.expert import (
-    CONFIG,
     Expert,
     ExpertDeltas,
     check_modules,
     module_prefix,
     open_expert,
 )
-from cgmerge.modules.recipe import RECORD, ExpertRef, Recipe
+from cgmerge.modules.recipe import ExpertRef, Recipe
 
 if TYPE_CHECKING:
     import torch
@@ -174,7 +174,7 @@ def run_plan(
         StorageError: Disk full and the like; nothing is left behind.
     """
     out = fs.absolute(out)
-    _check_out(plan, out)
+    check_out(out, [expert.folder for expert in plan.experts], plan.base)
     fs.check_target(out, overwrite=overwrite)
     with fs.new_folder(out, overwrite=overwrite) as stage:
         if plan.recipe.form == "model":
@@ -207,33 +207,6 @@ def describe(composed: Composed) -> dict[str, Any]:
         "norm": composed.norm,
         "warnings": composed.warnings,
     }
-
-
-def _check_out(plan: Plan, out: Path) -> None:
-    """Keep inputs and other people's folders out of harm's way."""
-    real = out.resolve()
-    for expert in plan.experts:
-        if expert.folder.resolve() in real.parents:
-            raise UsageError(
-                f"--out {out} lies inside the expert {expert.folder}", code="out_inside"
-            )
-    inputs = [expert.folder for expert in plan.experts]
-    if plan.base is not None:
-        inputs.append(plan.base.folder)
-        if plan.base.folder.resolve() == real:
-            raise UsageError(
-                f"--out {out} is the base; bases are never changed", code="out_is_base"
-            )
-    for folder in inputs:
-        if real in folder.resolve().parents:
-            raise UsageError(f"--out {out} holds the input {folder}", code="out_holds_input")
-    known = (RECORD, CONFIG, "config.json")
-    if out.is_dir() and any(out.iterdir()) and not any((out / name).exists() for name in known):
-        raise UsageError(
-            f"{out} exists already and holds no adapter or model, so it is never replaced",
-            code="out_exists",
-            hint="choose another --out",
-        )
 
 
 def _open_base(recipe: Recipe) -> Base:
@@ -318,7 +291,7 @@ def _check_same_shapes(experts: list[Expert]) -> None:
 def _plan_warnings(plan: Plan) -> list[str]:
     warnings = [text for expert in plan.experts for text in expert.warnings]
     # Sorted: warnings are part of the record, which must not depend on the order of the experts.
-    unknown = sorted(e.name for e in plan.experts if e.base_fingerprint is None)
+    unknown = sorted({e.name for e in plan.experts if e.base_fingerprint is None})
     if unknown:
         checked = "shapes fit" if plan.base else "not checked: no --base"
         warnings.append(f"{', '.join(unknown[:5])}: no base fingerprint in the expert ({checked})")

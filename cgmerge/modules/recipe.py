@@ -218,6 +218,10 @@ def _shown(value: Any) -> str:
 
 
 def _only_known(raw: Mapping[str, Any], known: set[str], source: str) -> None:
+    if "peft_type" in raw:
+        raise UsageError(
+            f"{source} belongs to an expert and is no recipe", code="recipe", hint="pass its folder"
+        )
     for key in raw:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
