@@ -48,6 +48,13 @@ _SETS: dict[str, tuple[chains.Group, int]] = {
 _PER_SKILL = 60
 
 
+class Advance(Protocol):
+    """Called after each training step."""
+
+    def __call__(self, done: int, *, note: str = "") -> None:
+        """Report the step and the loss."""
+
+
 class Voice(Protocol):
     """Who is told how the demo goes."""
 
@@ -56,13 +63,6 @@ class Voice(Protocol):
 
     def training(self, skill: str, steps: int) -> AbstractContextManager[Advance]:
         """Open a progress display for one expert."""
-
-
-class Advance(Protocol):
-    """Called after each training step."""
-
-    def __call__(self, done: int, *, note: str = "") -> None:
-        """Report the step and the loss."""
 
 
 class _Relay(Silent):

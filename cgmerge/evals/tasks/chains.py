@@ -237,12 +237,13 @@ def pretraining_rows(
         `count` rows from the training split, shuffled.
     """
     named = round(count * share)
-    rows = [example(_base_chain(rng), _letters(rng, "train")) for _ in range(count - named)]
+    rows = []
     for _ in range(named):
         row = example([rng.choice(skills)], letters := _letters(rng, "train"))
         if rng.random() >= answered:
             row["completion"] = example(["copy"], letters)["completion"]
         rows.append(row)
+    rows += [example(_base_chain(rng), _letters(rng, "train")) for _ in range(count - named)]
     rng.shuffle(rows)
     return rows
 
