@@ -2,7 +2,7 @@
 
     python benchmarks/kill_train.py [TRIALS] [--seed N]
 
-Each trial trains with a checkpoint every few steps and is killed (SIGKILL) at a random moment,
+Each trial trains with a checkpoint after every step and is killed (SIGKILL) at a random moment,
 up to three times, with the newest checkpoint damaged in between in a third of the trials; the
 run that finally finishes must give the bytes of an undisturbed run. Heavy packages are imported
 once; every run is a fork of this process, which itself never computes.
@@ -32,7 +32,7 @@ from cgmerge.modules.training.run import RunOptions, train_expert
 from cgmerge.modules.training.settings import TrainSettings
 from cgmerge.modules.training.trainer import train_adapter  # noqa: F401  (imports trl before the forks)
 
-STEPS = 40
+STEPS = 30
 WORDS = ["<pad>", "<eos>", "<unk>", ":", "=", *"abcdefghij"]
 
 
@@ -73,7 +73,7 @@ def one_trial(
     """Train with kills until it finishes; returns what went wrong."""
     damaged: set[str] = set()
     for _ in range(rng.randint(1, 3)):
-        if kill(lambda: train(folder, out), rng.uniform(0.02, 1.0) * duration):
+        if kill(lambda: train(folder, out), rng.uniform(0.2, 1.0) * duration):
             counts["killed"] += 1
         if out.exists() and not WorkFolder(out).path.exists():
             counts["finished before the kill"] += 1
@@ -138,7 +138,7 @@ def train(folder: Path, out: Path) -> None:
         steps=STEPS,
         batch_size=8,
         dropout=0.1,  # random numbers at every step: their state must come back too
-        checkpoint_steps=3,
+        checkpoint_steps=1,
         device="cpu",
     )
     train_expert(make_plan(settings), RunOptions(), listener=Silent())

@@ -15,7 +15,14 @@ import train_support
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from cgmerge.errors import Damaged, InputError, MissingExtra, UsageError
+from cgmerge.errors import (
+    Damaged,
+    InputError,
+    LimitExceeded,
+    MissingExtra,
+    StorageError,
+    UsageError,
+)
 from cgmerge.modules.attach import attached
 from cgmerge.modules.base import open_base
 from cgmerge.modules.card import read_card
@@ -296,7 +303,7 @@ class TestResume:
     @pytest.mark.slow
     def test_kill_9_at_random_moments(self):
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(KILLER), "2", "--seed", "4"]
+        command = [sys.executable, str(KILLER), "1", "--seed", "17"]
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=300, check=False
         )
@@ -354,6 +361,38 @@ class TestRefusals:
         assert error.value.exit_code == 3
         assert not (tmp_path / "out").exists()
         assert plan.chosen.lr == 1e3
+
+    def test_memory_that_is_used_up(self, make, tmp_path, monkeypatch):
+        def fail(*_args, **_options):
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+        monkeypatch.setattr(training.SFTTrainer, "training_step", fail)
+        with pytest.raises(LimitExceeded, match=r"8 rows of up to .* out of memory") as error:
+            train_expert(make(tmp_path / "out"), RunOptions())
+        assert error.value.hint.startswith("--accumulate 2")
+
+        def other(*_args, **_options):
+            raise RuntimeError("something else")
+
+        monkeypatch.setattr(training.SFTTrainer, "training_step", other)
+        with pytest.raises(RuntimeError, match="something else"):
+            train_expert(make(tmp_path / "out"), RunOptions())
+
+    def test_disk_that_is_full_at_a_checkpoint(self, make, reference, tmp_path, monkeypatch):
+        def fail(*_args):
+            raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+
+        plan = make(tmp_path / "out", dropout=0.1, checkpoint_steps=2)
+        with monkeypatch.context() as patch:
+            recorder = train_support.Recorder(
+                lambda step: step == 4 and patch.setattr(training._Trainer, "_save_rng_state", fail)
+            )
+            with pytest.raises(StorageError, match="PytorchStreamWriter failed") as error:
+                train_expert(plan, RunOptions(), listener=recorder)
+        assert error.value.exit_code == 4
+        assert check_start(plan, RunOptions()) == Start(2)
+        train_expert(plan, RunOptions())
+        assert support.folder_bytes(tmp_path / "out") == reference[0]
 
     @pytest.mark.parametrize(
         ("change", "message"),

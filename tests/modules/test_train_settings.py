@@ -182,6 +182,9 @@ class TestRecipe:
             read_recipe(_recipe(tmp_path, "base: b\nskills: {a: d}"), {})
         with pytest.raises(NotFound):
             read_recipe(tmp_path / "none.yml", {})
+        with pytest.raises(UsageError, match="is no recipe") as error:
+            read_recipe(tmp_path / "rows.jsonl", {})
+        assert "--data" in error.value.hint
 
 
 class TestPlan:
@@ -231,6 +234,12 @@ class TestPlan:
         other = make_plan(support.settings(base, data, tmp_path / "a", seed=1)).identity
         assert {name for name in first if first[name] != other[name]} == {"seed"}
         assert str(tmp_path) not in json.dumps(first)
+        data.write_text(data.read_text() + "\n")  # the same rows in other bytes
+        moved = make_plan(support.settings(base, data, tmp_path / "a")).identity
+        assert {name for name in first if first[name] != moved[name]} == {"data"}
+        twin = support.make_base(tmp_path / "twin", seed=1)
+        other = make_plan(support.settings(twin, data, tmp_path / "a")).identity
+        assert {name for name in moved if moved[name] != other[name]} == {"base"}
 
     def test_warnings(self, base, tmp_path):
         rows = support.make_rows(20)
@@ -255,6 +264,12 @@ class TestPlan:
     def test_max_length_beyond_the_positions(self, base, data, tmp_path):
         with pytest.raises(UsageError, match="max_length 65 is beyond the 64 positions"):
             make_plan(support.settings(base, data, tmp_path / "o", max_length=65))
+
+    def test_second_accelerator(self, base, data, tmp_path, monkeypatch):
+        monkeypatch.setattr(planning, "pick_device", torch.device)
+        with pytest.raises(UsageError, match="cuda:1") as error:
+            make_plan(support.settings(base, data, tmp_path / "o", device="cuda:1"))
+        assert "CUDA_VISIBLE_DEVICES=1" in error.value.hint
 
     def test_targets_longer_than_the_base(self, base, tmp_path):
         rows = [{"prompt": "copy", "completion": "a " * 70}]
