@@ -31,6 +31,7 @@ from cgmerge.modules.training import adapter as adapters
 from cgmerge.modules.training import trainer as training
 from cgmerge.modules.training.checkpoints import WorkFolder, verify_checkpoint
 from cgmerge.modules.training.plan import make_plan
+from cgmerge.modules.training.quantized import settle_bitsandbytes
 from cgmerge.modules.training.run import RunOptions, Start, check_start, train_expert
 
 STEPS = 6
@@ -520,8 +521,19 @@ class TestFourBit:
         assert four.losses == pytest.approx(full.losses, rel=0.2)
         assert open_expert(str(tmp_path / "out")).deltas(open_base(str(base)))
 
-    def test_without_bitsandbytes(self, make, base, tmp_path, monkeypatch):
-        monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-        with pytest.raises(MissingExtra, match="bitsandbytes") as error:
-            train_expert(make(tmp_path / "out", base=base, load_in_4bit=True), RunOptions())
+    @pytest.mark.parametrize(
+        "reason", [ImportError("no module"), RuntimeError("CUDA set-up\nfailed")]
+    )
+    def test_without_bitsandbytes(self, make, base, tmp_path, monkeypatch, reason):
+        def fail(name):
+            raise reason
+
+        monkeypatch.setattr("cgmerge.modules.training.quantized.importlib.import_module", fail)
+        with pytest.raises(
+            MissingExtra, match=r"bitsandbytes.*(no module|CUDA set-up failed)"
+        ) as error:
+            make(tmp_path / "out", base=base, load_in_4bit=True)
         assert error.value.exit_code == 4
+        monkeypatch.setitem(sys.modules, "bitsandbytes", object())  # put back afterwards
+        settle_bitsandbytes(needed=False)
+        assert importlib.util.find_spec("bitsandbytes") is None

@@ -45,10 +45,6 @@ def attach_lora(plan: Plan) -> tuple["PeftModel", "PreTrainedTokenizerBase"]:
         plan.base, device=device, dtype=plan.dtype, load_in_4bit=settings.load_in_4bit
     )
     model = loaded.model
-    if settings.load_in_4bit:
-        model = prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
-            model, use_gradient_checkpointing=settings.gradient_checkpointing
-        )
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.rank,
@@ -59,10 +55,14 @@ def attach_lora(plan: Plan) -> tuple["PeftModel", "PreTrainedTokenizerBase"]:
         bias="none",
         init_lora_weights=True,
     )
-    torch.manual_seed(settings.seed)
     with warnings.catch_warnings():
-        # peft asks transformers for an attribute that was renamed there.
+        # peft uses names that transformers has replaced.
         warnings.simplefilter("ignore", FutureWarning)
+        if settings.load_in_4bit:
+            model = prepare_model_for_kbit_training(
+                model, use_gradient_checkpointing=settings.gradient_checkpointing
+            )
+        torch.manual_seed(settings.seed)
         adapted: PeftModel = get_peft_model(model, config)
     found = set(factors_of(dict(adapted.named_parameters())))
     if found != set(plan.targets):

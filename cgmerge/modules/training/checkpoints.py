@@ -88,8 +88,8 @@ class WorkFolder:
         """Remove the folder, run.json last, so that a half-removed folder is recognised."""
         for entry in sorted(self.path.glob("*")):
             if entry.name != _RUN:
-                fs._remove(entry)
-        fs._remove(self.path)
+                fs.remove(entry)
+        fs.remove(self.path)
 
     @contextlib.contextmanager
     def new_checkpoint(self, step: int) -> Iterator[Path]:
@@ -103,7 +103,7 @@ class WorkFolder:
             yield stage
             seal_checkpoint(stage, step)
         for old in self._folders()[KEEP:]:
-            fs._remove(old)
+            fs.remove(old)
 
     def newest(self) -> tuple[Checkpoint | None, list[str]]:
         """Find the newest sound checkpoint.

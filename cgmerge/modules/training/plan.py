@@ -25,6 +25,7 @@ from cgmerge.modules.data import (
 )
 from cgmerge.modules.loading import pick_device, pick_dtype, quiet_transformers
 from cgmerge.modules.training.processes import process_count
+from cgmerge.modules.training.quantized import settle_bitsandbytes
 from cgmerge.modules.training.settings import ALL_LINEAR, TrainSettings
 
 if TYPE_CHECKING:
@@ -145,7 +146,10 @@ def make_plan(settings: TrainSettings) -> Plan:
         DataError: Rows that cannot be used.
         Incompatible: A base that is no causal language model, or whose tokenizer does not fit.
         UsageError: Settings that do not fit the base.
+        MissingExtra: 4-bit asked for without bitsandbytes.
     """
+    if settings.load_in_4bit:
+        settle_bitsandbytes(needed=True)
     files = tuple(read_data(path) for path in settings.data)
     eval_files = tuple(read_data(path) for path in settings.eval_data)
     base = open_base(settings.base)

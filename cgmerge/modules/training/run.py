@@ -16,6 +16,7 @@ from cgmerge.modules.training.checkpoints import WorkFolder
 from cgmerge.modules.training.listener import Listener, Silent
 from cgmerge.modules.training.plan import Plan
 from cgmerge.modules.training.processes import is_main_process, join_processes, share
+from cgmerge.modules.training.quantized import settle_bitsandbytes
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -214,6 +215,7 @@ def _train(
     listener: Listener,
     scorer: Scorer | None,
 ) -> TrainResult:
+    settle_bitsandbytes(needed=plan.settings.load_in_4bit)
     from cgmerge.modules.training.trainer import lora_tensors, train_adapter
 
     start, skipped = work.newest()
