@@ -283,10 +283,11 @@ def _collect_leftovers(folder: Path) -> None:
             age = time.time() - entry.stat(follow_symlinks=False).st_mtime
             dead = parts[0] == host and parts[1].isdigit() and not _alive(int(parts[1]))
             if dead or (parts[0] != host and age > _DAY):
-                _remove(Path(entry.path))
+                remove(Path(entry.path))
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a whole folder; nothing happens where there is nothing."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

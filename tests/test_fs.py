@@ -91,9 +91,7 @@ class Fault:
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
-def test_failure_at_every_operation_keeps_the_old_content(
-    tmp_path, monkeypatch, overwrite, number
-):
+def test_failure_at_every_operation_keeps_the_old_content(tmp_path, monkeypatch, overwrite, number):
     out = tmp_path / "out"
     if overwrite:
         with fs.new_folder(out) as stage:

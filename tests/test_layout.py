@@ -90,7 +90,8 @@ def test_import_is_light():
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["train"], ["compose"], ["eval"], ["inspect"], ["methods"], ["demo"], ["doctor"]]
+    "command",
+    [[], ["train"], ["compose"], ["eval"], ["inspect"], ["methods"], ["demo"], ["doctor"]],
 )
 def test_help_is_light(command):
     words = [*command, "--help"]

@@ -24,9 +24,15 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.bool]
+)
 def test_reads_what_safetensors_wrote(tmp_path, dtype):
-    tensors = {"a": torch.arange(6).reshape(2, 3).to(dtype), "b": torch.zeros(0, 4), "s": torch.ones(())}
+    tensors = {
+        "a": torch.arange(6).reshape(2, 3).to(dtype),
+        "b": torch.zeros(0, 4),
+        "s": torch.ones(()),
+    }
     save_file(tensors, tmp_path / "x", metadata={"k": "v"})
     with TensorFile(tmp_path / "x") as file:
         assert file.metadata == {"k": "v"}

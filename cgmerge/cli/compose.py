@@ -148,8 +148,10 @@ def _show_plan(plan: "Plan", output: Output) -> None:
     output.line("plan", f"{rule.spec.name}({settings}) on {len(plan.sizes)} modules")
     for expert, weight in ((plan.experts[i], rule.weights[i]) for i in plan.given):
         ranks = "/".join(map(str, expert.ranks))
+        covered = f"{len(expert.pairs)} of {len(plan.sizes)} modules"
         output.line(
-            "expert", f"{expert.name}  weight {weight:g}  rank {ranks}  {expert.digest[:12]}"
+            "expert",
+            f"{expert.name}  weight {weight:g}  rank {ranks}  {covered}  {expert.digest[:12]}",
         )
     for name, value in asdict(rule.params).items():
         output.detail("means", f"{name}={value}: {_doc(rule.spec.params, name)}")

@@ -281,7 +281,9 @@ def _check_present(folder: Path) -> None:
         raise NotFound(
             f"{folder} holds no {CONFIG}, so it is no expert",
             code="expert",
-            hint=f"there are experts in {', '.join(below)}" if below else None,
+            hint=f"there are experts in {', '.join(below)}"
+            if below
+            else f"it holds {', '.join(inside) or 'nothing'}",
             path=folder,
             found=inside,
         )

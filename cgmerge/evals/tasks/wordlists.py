@@ -13,12 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import Literal, TypedDict
 
-WORDS = tuple(
-    "apple arrow bread bridge candle cloud dance drum eagle engine fish forest garden glass hand"
-    " horse island ink jacket jungle king kite lamp lemon milk moon night nurse ocean onion paper"
-    " piano queen quiz rain river silver stone table tiger uncle urban valley violin water window"
-    " yard yellow zebra zero".split()
-)
+WORDS = ("apple", "arrow", "bread", "bridge", "candle", "cloud", "dance", "drum", "eagle", "engine", "fish", "forest", "garden", "glass", "hand", "horse", "island", "ink", "jacket", "jungle", "king", "kite", "lamp", "lemon", "milk", "moon", "night", "nurse", "ocean", "onion", "paper", "piano", "queen", "quiz", "rain", "river", "silver", "stone", "table", "tiger", "uncle", "urban", "valley", "violin", "water", "window", "yard", "yellow", "zebra", "zero")
 LENGTHS = (3, 4)
 
 _Edit = Callable[[list[str]], list[str]]
