@@ -1,11 +1,11 @@
 """The command line as scripts see it: exit codes, one JSON object, nothing on stdout on failure."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import support
@@ -62,10 +62,9 @@ def test_a_bug_is_reported_with_a_file(run, experts, monkeypatch):
     assert out == ""
     assert "ZeroDivisionError: oops" in err
     assert "Traceback" not in err
-    path = next(word for word in err.split() if word.endswith((".txt", ".txt;"))).rstrip(";")
-    with open(path) as file:
-        assert "Traceback" in file.read()
-    os.unlink(path)
+    path = Path(next(word for word in err.split() if ".txt" in word).rstrip(";"))
+    assert "Traceback" in path.read_text()
+    path.unlink()
 
 
 @pytest.mark.parametrize(

@@ -32,30 +32,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-MIN_STEPS = 100
-"""A small file is repeated until LoRA has had this many steps."""
-DEFAULT_EPOCHS = 3
-_STEP_TOKENS = 4096
-_LONGEST_STEP = 4 * _STEP_TOKENS
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
-_WIDTHS = ("hidden_size", "n_embd", "d_model")
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """The settings that may be left open, filled in; named and meant as in `TrainSettings`.
-
-    Attributes:
-        reasons: Setting name to why its default was chosen.
-    """
-
-    alpha: int
-    steps: int
-    lr: float
-    batch_size: int
-    warmup: int
-    max_length: int | None
-    reasons: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -164,7 +141,7 @@ def make_plan(settings: TrainSettings) -> Plan:
     first = files[0].examples[0]
     return Plan(
         settings=settings,
-        chosen=_choose(settings, base, rows, limit),
+        chosen=choose(settings, base, rows, limit),
         base=base,
         data=files,
         eval_data=eval_files,
@@ -192,108 +169,6 @@ def _device(settings: TrainSettings) -> "torch.device":
             found=str(device),
         )
     return device
-
-
-def load_tokenizer(base: Base) -> "PreTrainedTokenizerBase":
-    """Load the base's tokenizer: offline, no remote code.
-
-    Raises:
-        Incompatible: transformers cannot read it.
-    """
-    from transformers import AutoTokenizer
-
-    with quiet_transformers():
-        try:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                base.folder, local_files_only=True, trust_remote_code=False
-            )
-        except (ValueError, KeyError, OSError, TypeError) as error:
-            raise Incompatible(
-                f"transformers cannot load a tokenizer from {base.folder}: "
-                f"{str(error).splitlines()[0]}",
-                code="tokenizer",
-                path=base.folder,
-            ) from error
-    return tokenizer
-
-
-def build_empty(base: Base) -> "PreTrainedModel":
-    """Build the base's modules without weights (on the meta device).
-
-    Raises:
-        Incompatible: Not a causal language model that transformers knows.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with quiet_transformers():
-        try:
-            config = AutoConfig.from_pretrained(
-                base.folder, local_files_only=True, trust_remote_code=False
-            )
-            with torch.device("meta"):
-                model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                    config, trust_remote_code=False
-                )
-        except (ValueError, KeyError, OSError, TypeError) as error:
-            raise Incompatible(
-                f"transformers cannot load {base.folder}: {str(error).splitlines()[0]}",
-                code="base_load",
-                path=base.folder,
-            ) from error
-    return model
-
-
-def find_targets(
-    model: "PreTrainedModel", wanted: Sequence[str]
-) -> tuple[dict[str, tuple[int, int]], bool]:
-    """Choose the modules that get a LoRA.
-
-    Args:
-        model: Any causal language model; weights are not read.
-        wanted: Exact paths or endings of them (`q_proj`, `mlp.down_proj`), or `all-linear`:
-            every linear layer but the output head.
-
-    Returns:
-        Module path to (out, in) features, and whether they are GPT-2's transposed Conv1D.
-
-    Raises:
-        UsageError: A name that matches no linear layer.
-    """
-    from torch import nn
-    from transformers.pytorch_utils import Conv1D
-
-    head = model.get_output_embeddings()
-    shapes: dict[str, tuple[int, int]] = {}
-    conv = False
-    for path, module in model.named_modules():
-        if module is head:
-            continue
-        if isinstance(module, nn.Linear):
-            shapes[path] = (module.out_features, module.in_features)
-        elif isinstance(module, Conv1D):
-            shapes[path] = (module.nf, module.nx)
-            conv = True
-    if tuple(wanted) == ALL_LINEAR:
-        return shapes, conv
-    chosen: dict[str, tuple[int, int]] = {}
-    for name in wanted:
-        found = {p: s for p, s in shapes.items() if p == name or p.endswith(f".{name}")}
-        if not found:
-            raise _no_target(name, shapes)
-        chosen |= found
-    return {path: shape for path, shape in shapes.items() if path in chosen}, conv
-
-
-def _no_target(name: str, shapes: dict[str, tuple[int, int]]) -> UsageError:
-    leaves = sorted({path.rsplit(".", 1)[-1] for path in shapes})
-    near = difflib.get_close_matches(name, [*leaves, *shapes], n=3, cutoff=0.6)
-    return UsageError(
-        f"the base has no linear layer {name!r} that can carry a LoRA",
-        code="target_modules",
-        hint=f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(leaves)}",
-        found=leaves,
-    )
 
 
 def _encode(
@@ -347,75 +222,6 @@ def _length_limit(settings: TrainSettings, base: Base) -> int | None:
             found=settings.max_length,
         )
     return settings.max_length
-
-
-def _choose(
-    settings: TrainSettings, base: Base, rows: Sequence[Encoded], limit: int | None
-) -> Chosen:
-    """Choose what the user left open; say why."""
-    reasons = {}
-    parts = settings.accumulate * process_count()
-    batch = settings.batch_size
-    if batch is None:
-        batch = _batch_size(rows, parts)
-        reasons["batch_size"] = f"at most 64 rows or {_STEP_TOKENS} tokens a step"
-    if batch % parts:
-        raise UsageError(
-            f"batch_size {batch} is not a multiple of {parts} "
-            f"({settings.accumulate} parts × {process_count()} processes)",
-            code="batch_size",
-            expected=parts,
-            found=batch,
-        )
-    steps = settings.steps
-    if steps is None:
-        epochs = DEFAULT_EPOCHS if settings.epochs is None else settings.epochs
-        steps = math.ceil(epochs * math.ceil(len(rows) / batch))
-        if settings.epochs is None:
-            reasons["steps"] = f"{DEFAULT_EPOCHS} epochs, at least {MIN_STEPS} steps"
-            steps = max(steps, MIN_STEPS)
-    lr = settings.lr
-    if lr is None:
-        width = next((base.config[key] for key in _WIDTHS if key in base.config), 2048)
-        lr = default_lr(int(width))
-        reasons["lr"] = f"for a base of width {width}"
-    return Chosen(
-        alpha=2 * settings.rank if settings.alpha is None else settings.alpha,
-        steps=steps,
-        lr=lr,
-        batch_size=batch,
-        warmup=_warmup(steps) if settings.warmup is None else settings.warmup,
-        max_length=limit,
-        reasons=reasons,
-    )
-
-
-def _warmup(steps: int) -> int:
-    """5 % of the steps, at most 100; none for very short runs, whose first step it would waste."""
-    return 0 if steps < 20 else min(100, math.ceil(0.05 * steps))
-
-
-def default_lr(width: int) -> float:
-    """Choose a peak learning rate for LoRA by the width of the base: wider needs less.
-
-    1e-3 up to a width of about 800, 5e-4 at 2000, 2.9e-4 at 4096 (8 B), 1.7e-4 at 8192 (70 B).
-
-    Source:
-        Schulman et al. 2025, "LoRA Without Regret": lr = 5e-5 · 10 · (2000/width)^0.781, fitted
-        on Llama models; capped here, as the fit does not reach below a width of 2000.
-    """
-    value = min(1e-3, 5e-4 * (2000 / max(width, 1)) ** 0.781)
-    return float(f"{value:.1e}")
-
-
-def _batch_size(rows: Sequence[Encoded], parts: int) -> int:
-    """Rows per step: a power of two of about the same work whatever the length of the rows."""
-    mean = sum(map(len, rows)) / len(rows)
-    longest = max(map(len, rows))
-    batch = 64
-    while batch > 1 and (batch * mean > _STEP_TOKENS or batch * longest > _LONGEST_STEP):
-        batch //= 2
-    return math.ceil(max(batch, 1) / parts) * parts
 
 
 def _warnings(

@@ -303,60 +303,8 @@ def _stop_signals(notes: _Notes) -> Iterator[None]:
             signal.signal(number, before[number])
 
 
-@contextlib.contextmanager
-def _memory_errors(plan: Plan) -> Iterator[None]:
-    """Say what to change when the memory of the device is used up."""
-    try:
-        yield
-    except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU has no class of its own
-        short = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-        if not short:
-            raise
-        rows = plan.chosen.batch_size // plan.settings.accumulate
-        raise LimitExceeded(
-            f"the memory of {plan.device} is used up by {rows} rows of up to {plan.longest} tokens "
-            f"at once: {_first_line(error)}",
-            code="memory",
-            hint=f"--accumulate {2 * plan.settings.accumulate}, a smaller --batch-size or "
-            "--max-length, or --load-in-4bit",
-        ) from error
-
-
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Collator:
-    """Pad rows on the right; one tensor per key, built once (trl's makes one per row)."""
-
-    padding: int
-
-    def __call__(self, rows: Sequence[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
-        width = max(len(row["input_ids"]) for row in rows)
-        gaps = [width - len(row["input_ids"]) for row in rows]
-        pairs = list(zip(rows, gaps, strict=True))
-        return {
-            "input_ids": torch.tensor([r["input_ids"] + [self.padding] * g for r, g in pairs]),
-            "attention_mask": torch.tensor([[1] * (width - g) + [0] * g for g in gaps]),
-            "labels": torch.tensor([r["labels"] + [IGNORED] * g for r, g in pairs]),
-        }
-
-
-def _dataset(rows: Sequence[Encoded]) -> Dataset:
-    return Dataset.from_dict(
-        {
-            "input_ids": [[*row.prompt_ids, *row.target_ids] for row in rows],
-            "labels": [[IGNORED] * len(row.prompt_ids) + row.target_ids for row in rows],
-        }
-    )
-
-
-def _padding(tokenizer: "PreTrainedTokenizerBase") -> int:
-    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return int(token)
-    return 0
 
 
 def _arguments(plan: Plan, work: WorkFolder) -> SFTConfig:
