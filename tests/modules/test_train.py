@@ -28,6 +28,7 @@ from cgmerge.modules.base import open_base
 from cgmerge.modules.card import read_card
 from cgmerge.modules.expert import open_expert
 from cgmerge.modules.training import adapter as adapters
+from cgmerge.modules.training import batches
 from cgmerge.modules.training import trainer as training
 from cgmerge.modules.training.checkpoints import WorkFolder, verify_checkpoint
 from cgmerge.modules.training.plan import make_plan
@@ -185,8 +186,8 @@ class TestResult:
 class TestAgainstPlainTransformers:
     def test_labels_are_the_targets_and_nothing_else(self, make, tmp_path):
         plan = make(tmp_path / "out")
-        rows = list(training._dataset(plan.rows))
-        batch = training._Collator(0)(rows[:5])
+        rows = list(batches.make_dataset(plan.rows))
+        batch = batches.Collator(0)(rows[:5])
         for line, row in zip(batch["labels"].tolist(), plan.rows, strict=False):
             start = len(row.prompt_ids)
             assert line[:start] == [-100] * start
@@ -201,7 +202,7 @@ class TestAgainstPlainTransformers:
         model.train()
         weights = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(weights, lr=plan.chosen.lr, weight_decay=0.0)
-        batch = training._Collator(0)(list(training._dataset(plan.rows)))
+        batch = batches.Collator(0)(list(batches.make_dataset(plan.rows)))
         theirs = []
         for _ in range(5):
             loss = model(**batch).loss

@@ -11,10 +11,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from cgmerge.errors import DataError, Incompatible, NotFound, UsageError
 from cgmerge.modules.data import Encoded
+from cgmerge.modules.training import defaults
 from cgmerge.modules.training import plan as planning
-from cgmerge.modules.training.plan import default_lr, find_targets, make_plan
+from cgmerge.modules.training.defaults import default_lr
+from cgmerge.modules.training.plan import make_plan
 from cgmerge.modules.training.recipe import read_recipe
 from cgmerge.modules.training.settings import TrainSettings
+from cgmerge.modules.training.skeleton import build_empty, find_targets
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +226,7 @@ class TestPlan:
     )
     def test_batch_follows_the_length_of_rows(self, lengths, parts, batch):
         rows = [Encoded([0] * (length - 1), [1]) for length in lengths]
-        assert planning._batch_size(rows, parts) == batch
+        assert defaults._batch_size(rows, parts) == batch
 
     def test_identity_ignores_places_and_follows_content(self, base, data, tmp_path):
         first = make_plan(support.settings(base, data, tmp_path / "a")).identity
@@ -306,7 +309,7 @@ class TestPlan:
 
 class TestTargets:
     def test_names_and_endings(self, base):
-        model = planning.build_empty(planning.open_base(str(base)))
+        model = build_empty(planning.open_base(str(base)))
         every, transposed = find_targets(model, ("all-linear",))
         assert not transposed
         assert len(every) == 14
@@ -315,7 +318,7 @@ class TestTargets:
         assert list(some) == [path for path in every if path in some]
 
     def test_unknown_name_and_the_head(self, base):
-        model = planning.build_empty(planning.open_base(str(base)))
+        model = build_empty(planning.open_base(str(base)))
         with pytest.raises(UsageError, match="'q_porj'") as error:
             find_targets(model, ("q_porj",))
         assert "q_proj" in error.value.hint

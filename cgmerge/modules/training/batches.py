@@ -16,12 +16,13 @@ IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
-class _Collator:
+class Collator:
     """Pad rows on the right; one tensor per key, built once (trl's makes one per row)."""
 
     padding: int
 
     def __call__(self, rows: Sequence[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
+        """Return `input_ids`, `attention_mask` and `labels`, each [rows, tokens], int64."""
         width = max(len(row["input_ids"]) for row in rows)
         gaps = [width - len(row["input_ids"]) for row in rows]
         pairs = list(zip(rows, gaps, strict=True))
@@ -32,7 +33,8 @@ class _Collator:
         }
 
 
-def _dataset(rows: Sequence[Encoded]) -> Dataset:
+def make_dataset(rows: Sequence[Encoded]) -> Dataset:
+    """Hold rows in memory in the form that trl takes: `input_ids` and `labels`."""
     return Dataset.from_dict(
         {
             "input_ids": [[*row.prompt_ids, *row.target_ids] for row in rows],
@@ -41,7 +43,8 @@ def _dataset(rows: Sequence[Encoded]) -> Dataset:
     )
 
 
-def _padding(tokenizer: "PreTrainedTokenizerBase") -> int:
+def padding_token(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Choose the token that fills short rows; masked, so any will do."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None:
             return int(token)

@@ -4,7 +4,6 @@ The base is read by its headers and built without weights, so a dry run costs se
 memory whatever the size of the model.
 """
 
-import difflib
 import hashlib
 import math
 from collections.abc import Sequence
@@ -23,14 +22,16 @@ from cgmerge.modules.data import (
     render,
     rendering,
 )
-from cgmerge.modules.loading import pick_device, pick_dtype, quiet_transformers
+from cgmerge.modules.loading import pick_device, pick_dtype
+from cgmerge.modules.training.defaults import Chosen, choose
 from cgmerge.modules.training.processes import process_count
 from cgmerge.modules.training.quantized import settle_bitsandbytes
-from cgmerge.modules.training.settings import ALL_LINEAR, TrainSettings
+from cgmerge.modules.training.settings import TrainSettings
+from cgmerge.modules.training.skeleton import build_empty, find_targets, load_tokenizer
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
 

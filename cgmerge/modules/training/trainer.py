@@ -8,38 +8,30 @@ whole or absent, a strict way back from them, and less work per step.
 
 import contextlib
 import math
-import signal
-import sys
-import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback
 from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
 
 from cgmerge import fs, strictjson
-from cgmerge.errors import Damaged, InputError, LimitExceeded, StorageError
-from cgmerge.modules.data import Encoded
+from cgmerge.errors import Damaged, InputError, StorageError
 from cgmerge.modules.loading import quiet_transformers
+from cgmerge.modules.training.batches import Collator, make_dataset, padding_token
 from cgmerge.modules.training.checkpoints import Checkpoint, WorkFolder
-from cgmerge.modules.training.listener import Listener, Silent
+from cgmerge.modules.training.listener import Listener
 from cgmerge.modules.training.plan import Plan
 from cgmerge.modules.training.processes import is_main_process, meet, process_count, share
+from cgmerge.modules.training.watch import Notes, Watch, first_line, memory_errors, stop_signals
 from cgmerge.tensorfile import TensorFile, read_small
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
-IGNORED = -100
-_CHECKPOINT_SECONDS = 60.0
 _ADAPTER = "adapter.safetensors"
 _LOSSES = "losses.json"
 _STATE = "trainer_state.json"
@@ -82,15 +74,15 @@ def train_adapter(
         trainer = _Trainer(
             model=model,
             args=_arguments(plan, work),
-            train_dataset=_dataset(plan.rows),
+            train_dataset=make_dataset(plan.rows),
             processing_class=tokenizer,
-            data_collator=_Collator(_padding(tokenizer)),
+            data_collator=Collator(padding_token(tokenizer)),
         )
         trainer.remove_callback(PrinterCallback)  # writes to stdout
         trainer.remove_callback(ProgressCallback)
         trainer.notes.bind(plan, work, listener)
-        trainer.add_callback(_Watch(trainer.notes))
-        with _stop_signals(trainer.notes), quiet_transformers(), _memory_errors(plan):
+        trainer.add_callback(Watch(trainer.notes))
+        with stop_signals(trainer.notes), quiet_transformers(), memory_errors(plan):
             trainer.train(resume_from_checkpoint=str(start.folder) if start else None)
     return trainer.notes.losses
 
@@ -104,40 +96,11 @@ def lora_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-class _Notes:
-    """What the trainer and its callback share: losses, the work folder, a wish to stop."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.part_loss = 0.0
-        self.stop_signal: int | None = None
-        self.every: int | None = None
-        self.saved_at = time.monotonic()
-        self.total = 0
-        self.work: WorkFolder | None = None
-        self.listener: Listener = Silent()
-
-    def bind(self, plan: Plan, work: WorkFolder, listener: Listener) -> None:
-        self.work, self.listener = work, listener
-        self.total = plan.chosen.steps
-        self.every = plan.settings.checkpoint_steps
-        if self.every is None and process_count() > 1:
-            # The clocks of several processes differ; they must agree on when to save.
-            self.every = max(1, self.total // 10)
-
-    def wants_checkpoint(self, step: int) -> bool:
-        if self.stop_signal is not None:
-            return True
-        if self.every is not None:
-            return step % self.every == 0
-        return time.monotonic() - self.saved_at > _CHECKPOINT_SECONDS
-
-
 class _Trainer(SFTTrainer):
     """SFTTrainer without network, files of its own and per-step work that nobody reads."""
 
     def __init__(self, **options: Any) -> None:
-        self.notes = _Notes()
+        self.notes = Notes()
         super().__init__(**options)
         # A new accelerator has nothing to free, but would walk the whole heap looking for it.
         self.accelerator.free_memory = lambda *objects: list(objects)
@@ -207,7 +170,7 @@ class _Trainer(SFTTrainer):
             self._save_rng_state(str(folder))
         except RuntimeError as error:
             raise StorageError(
-                f"cannot write a checkpoint in {folder.parent}: {_first_line(error)}",
+                f"cannot write a checkpoint in {folder.parent}: {first_line(error)}",
                 code="write",
                 hint="free some space; the checkpoints before it are whole, and the same command "
                 "goes on from there",
@@ -245,66 +208,6 @@ class _Trainer(SFTTrainer):
         self.notes.losses = [float(value) for value in losses]
         last = self.notes.losses[-1]
         self.notes.listener.on_resume(len(losses), self.notes.total, last)
-
-
-class _Watch(TrainerCallback):
-    """Report every step, ask for checkpoints, stop after the one that a signal asked for."""
-
-    def __init__(self, notes: _Notes) -> None:
-        self.notes = notes
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Note the loss of the step that just ended."""
-        notes = self.notes
-        notes.losses.append(notes.part_loss)
-        notes.part_loss = 0.0
-        step = state.global_step
-        notes.listener.on_step(step, notes.total, notes.losses[-1])
-        if step < notes.total and notes.wants_checkpoint(step):
-            if notes.stop_signal is not None:
-                # Not in the signal handler: it may interrupt a write to the same stream.
-                notes.listener.on_stop_wish()
-            control.should_save = True
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Tell about the checkpoint; end the run if the user wished so."""
-        control.should_save = False
-        notes = self.notes
-        notes.listener.on_checkpoint(state.global_step)
-        if notes.stop_signal == signal.SIGINT:
-            raise KeyboardInterrupt
-        if notes.stop_signal is not None:
-            sys.exit(128 + notes.stop_signal)
-
-
-@contextlib.contextmanager
-def _stop_signals(notes: _Notes) -> Iterator[None]:
-    """Let the first Ctrl-C (or a scheduler's SIGTERM) finish the step and write a checkpoint.
-
-    The second one ends at once. Only for single runs: several processes would have to agree on
-    the step first.
-    """
-    chosen = (signal.SIGINT, signal.SIGTERM)
-    if process_count() > 1 or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {int(number): signal.getsignal(number) for number in chosen}
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        notes.stop_signal = number
-        signal.signal(number, before[number])
-
-    for number in chosen:
-        signal.signal(number, note)
-    try:
-        yield
-    finally:
-        for number in chosen:
-            signal.signal(number, before[number])
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _arguments(plan: Plan, work: WorkFolder) -> SFTConfig:
@@ -347,7 +250,7 @@ def _arguments(plan: Plan, work: WorkFolder) -> SFTConfig:
         logging_strategy="no",
         logging_nan_inf_filter=False,
         eval_strategy="no",
-        save_strategy="no",  # `_Watch` asks for checkpoints
+        save_strategy="no",  # `Watch` asks for checkpoints
         push_to_hub=False,
         disable_tqdm=True,
     )
