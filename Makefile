@@ -29,8 +29,8 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## speed and memory against peft and mergekit, which get an environment of their own
-	$(BIN)/python benchmarks/merge_speed.py --peers
+bench: $(STAMP)  ## speed and memory against peft (mergekit: --peers PYTHON)
+	$(BIN)/python benchmarks/merge_speed.py
 
 real: $(STAMP) $(VENV)/.smollm2  ## three skills on a real language model (about 25 minutes on 2 cores)
 	$(BIN)/python benchmarks/real_model.py --out cgmerge-real --overwrite
