@@ -32,7 +32,7 @@ types: $(STAMP)
 bench: $(STAMP)  ## speed and memory against peft (mergekit: --peers PYTHON)
 	$(BIN)/python benchmarks/merge_speed.py
 
-real: $(STAMP) $(VENV)/.smollm2  ## three skills on a real language model (about 25 minutes on 2 cores)
+real: $(STAMP) $(VENV)/.smollm2  ## three skills on a real language model (tens of minutes)
 	$(BIN)/python benchmarks/real_model.py --out cgmerge-real --overwrite
 
 $(VENV)/.smollm2: $(STAMP)
