@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
-from cgmerge import strictjson
 from cgmerge.errors import Incompatible, UsageError
+from cgmerge.modules.recipefile import is_recipe_name, read_mapping
 from cgmerge.refs import parse_weighted
-from cgmerge.tensorfile import read_small
 
 T = TypeVar("T")
 RECORD = "cgmerge.json"
@@ -81,16 +80,16 @@ def is_recipe(words: list[str]) -> bool:
     if len(words) != 1:
         return False
     path = Path(words[0])
-    return path.suffix.lower() in (".yml", ".yaml", ".json") and not path.is_dir()
+    return is_recipe_name(path) and not path.is_dir()
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read a YAML recipe, or the `cgmerge.json` of an earlier result.
+    """Read a YAML or JSON recipe, or the `cgmerge.json` of an earlier result.
 
     Raises:
         UsageError: Not a recipe, unknown keys, wrong types.
     """
-    raw = _parse(path)
+    raw = read_mapping(path)
     schema = raw.pop("schema", None)
     if schema not in (None, SCHEMA):
         raise Incompatible(
@@ -188,15 +187,6 @@ def _base(raw: Mapping[str, Any], path: Path) -> tuple[str | None, str | None]:
     base = raw["base"]
     _only_known(base, {"ref", "fingerprint"}, f"{path}: base")
     return _take(base, "ref", str, path), _take(base, "fingerprint", str, path)
-
-
-def _parse(path: Path) -> dict[str, Any]:
-    data = read_small(path, limit=4 << 20, follow_links=True)
-    if path.suffix.lower() == ".json":
-        return strictjson.loads_object(data, source=str(path))
-    from cgmerge import strictyaml
-
-    return strictyaml.loads_mapping(data, source=str(path))
 
 
 def _take(

@@ -9,7 +9,7 @@ import torch
 import train_support as support
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from cgmerge.errors import DataError, Incompatible, NotFound, UsageError
+from cgmerge.errors import Damaged, DataError, Incompatible, NotFound, UsageError
 from cgmerge.modules.data import Encoded
 from cgmerge.modules.training import defaults
 from cgmerge.modules.training import plan as planning
@@ -159,21 +159,56 @@ class TestRecipe:
             ("skills: []", "holds no skills"),
             ("skills: [{data: d}]", "no name"),
             ("skills: {a: {skills: {}}}", "holds skills"),
-            ("skills: {a: d, 1: e}", "no name"),
+            ("skills: [{skill: 1, data: d}]", "no name"),
             ("skills: [{skill: a, data: d}, {skill: a, data: e}]", "'a' twice"),
             ("skills: {a: d}", "names no base"),
             ("base: b\nout: o\nskills: {a: {rank: 2}}", "no training data"),
             ("batch_size: 4\nmicro_batch_size: 2\nbase: b\nskills: {a: d}", "both given"),
-            ("[1, 2]", "must hold settings"),
-            ("a: [", "not a valid recipe"),
-            ("a: &x 1\nb: *x", "aliases are not supported"),
-            ("base: !!python/object/apply:os.getcwd []", "not a valid recipe"),
+            ("[1, 2]", "must hold a mapping, found list"),
+            ("a: [", "is not valid YAML"),
+            ("a: &x 1\nb: *x", "aliases are not read"),
+            ("base: !!python/object/apply:os.getcwd []", "tags are not read"),
+            ("load_in_4bit: no\nskills: {a: d}", "must be true or false, found 'no'"),
+            ("steps: 1_000\nskills: {a: d}", "steps must be a whole number, found '1_000'"),
+            ("micro_batch_size: 1" + "0" * 200 + "\nskills: {a: d}", "must be a whole number"),
+            ("lr: '1e-4'\nskills: {a: d}", "lr must be a number, found '1e-4'"),
+            ("skills: {a: d}\n" + "#" * 131_072, "131,087 bytes; the limit for YAML is 131,072"),
         ],
     )
     def test_refusals(self, tmp_path, text, message):
         with pytest.raises(UsageError, match=message) as error:
             read_recipe(_recipe(tmp_path, text), {"out": Path("o")})
         assert error.value.exit_code == 2
+
+    def test_words_and_numbers_as_in_compose_recipes(self, tmp_path):
+        text = "base: no\nlr: 1e-4\nweight_decay: .5\nskills: {on: d, 7: e}\nout: o\n"
+        first, second = read_recipe(_recipe(tmp_path, text), {})
+        assert (first.base, first.lr, first.weight_decay) == ("no", 1e-4, 0.5)
+        assert (first.skill, second.skill) == ("on", "7")
+
+    def test_json_says_the_same_as_yaml(self, tmp_path):
+        path = tmp_path / "skills.json"
+        content = {"base": "tiny", "lr": 1e-4, "r": 8, "out": "o", "skills": {"a": "a.jsonl"}}
+        path.write_text(json.dumps(content))
+        yaml = _recipe(tmp_path, "base: tiny\nlr: 1e-4\nr: 8\nout: o\nskills: {a: a.jsonl}\n")
+        assert read_recipe(path, {}) == read_recipe(yaml, {})
+        assert read_recipe(path, {})[0].lr == 1e-4
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ('{"rank": 1, "rank": 2}', "holds the key 'rank' twice"),
+            ('[{"prompt": "a", "completion": "b"}]', "must hold an object, found list"),
+            ('{"prompt": "a"}\n{"prompt": "b"}', "not valid JSON: Extra data"),
+            ('{"lr": NaN}', "holds NaN"),
+        ],
+    )
+    def test_json_that_is_none(self, tmp_path, text, message):
+        path = tmp_path / "rows.json"
+        path.write_text(text)
+        with pytest.raises(Damaged, match=message) as error:
+            read_recipe(path, {})
+        assert error.value.hint == f"for a data file write --data {path}"
 
     def test_hint_for_a_near_key(self, tmp_path):
         with pytest.raises(UsageError) as error:

@@ -1,4 +1,4 @@
-"""Several skills in one YAML file: shared settings at the top, one entry per skill.
+"""Several skills in one YAML (or JSON) file: shared settings at the top, one entry per skill.
 
     base: tiny
     rank: 16
@@ -12,18 +12,14 @@ transformers and axolotl are understood too. Unknown keys are errors.
 """
 
 import difflib
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cgmerge import fs
-from cgmerge.errors import UsageError
+from cgmerge.errors import Damaged, UsageError
+from cgmerge.modules.recipefile import is_recipe_name, read_mapping
 from cgmerge.modules.training.settings import SETTING_NAMES, TrainSettings
-from cgmerge.tensorfile import read_small
-
-MAX_BYTES = 1024 * 1024
 
 ALIASES = {
     # peft, transformers, trl
@@ -66,7 +62,7 @@ def read_recipe(path: Path, overrides: Mapping[str, Any]) -> list[TrainSettings]
     """Read a recipe and apply what the command line says on top.
 
     Args:
-        path: A YAML file of at most 1 MiB.
+        path: A YAML or JSON file.
         overrides: Setting name to value, for every skill.
 
     Returns:
@@ -75,6 +71,7 @@ def read_recipe(path: Path, overrides: Mapping[str, Any]) -> list[TrainSettings]
     Raises:
         NotFound: No such file.
         UsageError: Not YAML, unknown or repeated keys, wrong types, skills without data.
+        Damaged: Not JSON.
     """
     content = _load(path)
     folder = fs.absolute(path).parent
@@ -187,7 +184,8 @@ def _flag(value: Any) -> Any:
 
 
 def _integer(value: Any) -> Any:
-    return value if type(value) is int else None
+    # Beyond 64 bits nothing is meant seriously, and products would no longer fit a float.
+    return value if type(value) is int and abs(value) < 2**63 else None
 
 
 def _text(value: Any) -> Any:
@@ -195,13 +193,7 @@ def _text(value: Any) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    # YAML 1.1 reads `1e-4` (no dot) as text, and everybody writes learning rates like that.
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        return float(value)
-    except ValueError:
-        return None
+    return float(value) if type(value) in (int, float) else None
 
 
 def _split_batch(chosen: dict[str, Any]) -> None:
@@ -224,38 +216,14 @@ def _unknown(key: Any, where: str) -> UsageError:
     return UsageError(f"{where}: unknown key {str(key)!r}", code="recipe", hint=hint)
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """Plain data only: no tags, no aliases (which can explode), no repeated keys."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("anchors and aliases are not supported")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002  (PyYAML's signature)
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        if len({str(key) for key in keys}) != len(keys):
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise yaml.YAMLError(f"the key {twice!r} stands twice, {node.start_mark}")
-        return super().construct_mapping(node, deep)
-
-
 def _load(path: Path) -> dict[str, Any]:
-    if path.suffix.lower() not in (".yml", ".yaml"):
+    hint = f"for a data file write --data {path}"
+    if not is_recipe_name(path):
         raise UsageError(
-            f"{path} is no recipe: a recipe ends in .yml or .yaml",
-            code="recipe",
-            hint=f"for a data file write --data {path}",
+            f"{path} is no recipe: a recipe ends in .yml, .yaml or .json", code="recipe", hint=hint
         )
-    data = read_small(fs.absolute(path), limit=MAX_BYTES, follow_links=True)
     try:
-        # A subclass of the safe loader, so no object is ever constructed.
-        content = yaml.load(data.decode("utf-8"), Loader=_StrictLoader)  # noqa: S506
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(f"{path} is not a valid recipe: {reason}", code="recipe") from error
-    if not isinstance(content, dict):
-        raise UsageError(
-            f"{path} must hold settings, found {type(content).__name__}", code="recipe"
-        )
-    return content
+        return read_mapping(path)
+    except Damaged as error:  # data files are .json too, but hold a list or many objects
+        error.hint = error.hint or hint
+        raise

@@ -1,0 +1,34 @@
+"""Recipe files, whatever they are for: one YAML or JSON mapping, read strictly."""
+
+from pathlib import Path
+from typing import Any
+
+from cgmerge import strictjson
+from cgmerge.tensorfile import read_small
+
+MAX_BYTES = 4 * 1024 * 1024
+"""Of JSON, which is read fast; `strictyaml` has a limit of its own."""
+
+_SUFFIXES = (".yml", ".yaml", ".json")
+
+
+def is_recipe_name(path: Path) -> bool:
+    """Whether a file is called like a recipe."""
+    return path.suffix.lower() in _SUFFIXES
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Read a recipe: `.json` as JSON, everything else as YAML.
+
+    Raises:
+        NotFound, Unsafe: No such file, or not a regular one.
+        UsageError: Not YAML, too long, aliases, tags, equal keys, or not a mapping.
+        Damaged: Not JSON, equal keys, or not an object.
+        LimitExceeded: Too long or nested too deeply.
+    """
+    data = read_small(path, limit=MAX_BYTES, follow_links=True)
+    if path.suffix.lower() == ".json":
+        return strictjson.loads_object(data, source=str(path))
+    from cgmerge import strictyaml
+
+    return strictyaml.loads_mapping(data, source=str(path))
