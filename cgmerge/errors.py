@@ -106,7 +106,7 @@ class MissingExtra(EnvironmentProblem):
 
 
 class StorageError(EnvironmentProblem):
-    """The operating system refused a write: disk full, no permission, I/O error."""
+    """The operating system refused a read or a write: disk full, no permission, I/O error."""
 
     family = "storage"
 

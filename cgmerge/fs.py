@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -92,7 +93,7 @@ def write_tensors(
     from safetensors.torch import save_file
 
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    with _storage_errors(path, size):
+    with _storage_errors(path, size), _plain_os_errors(path):
         _step("write", path)
         save_file(dict(tensors), path, metadata={"format": "pt", **(metadata or {})})
 
@@ -126,7 +127,8 @@ def new_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         _step("mkdir", stage)
         stage.mkdir()
     try:
-        yield stage
+        with _plain_os_errors(out):
+            yield stage
         _seal(stage)
         _put_in_place(stage, out, overwrite=overwrite)
     except OSError as error:
@@ -181,6 +183,12 @@ def check_target(out: Path, *, overwrite: bool) -> None:
         raise UsageError(f"{parent} is a file, not a folder", code="out_parent")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise StorageError(f"{parent} cannot be written", code="permission", path=parent)
+
+
+def reason_of(error: OSError) -> str:
+    """Say in words why the operating system refused."""
+    reason = _STORAGE_ERRNOS.get(error.errno or 0, error.strerror or str(error))
+    return reason or type(error).__name__
 
 
 def absolute(path: Path) -> Path:
@@ -305,6 +313,21 @@ def _alive(pid: int) -> bool:
 
 
 @contextlib.contextmanager
+def _plain_os_errors(path: Path) -> Iterator[None]:
+    """Turn what safetensors makes of a full disk back into the OSError that it was."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        code = int(number[1])
+        raise OSError(code, os.strerror(code), str(path)) from error
+
+
+@contextlib.contextmanager
 def _storage_errors(path: Path, needed: int) -> Iterator[None]:
     try:
         yield
@@ -313,7 +336,7 @@ def _storage_errors(path: Path, needed: int) -> Iterator[None]:
 
 
 def _as_storage_error(error: OSError, path: Path, needed: int) -> StorageError:
-    reason = _STORAGE_ERRNOS.get(error.errno or 0, error.strerror or str(error))
+    reason = reason_of(error)
     free: int | None = None
     with contextlib.suppress(OSError):
         folder = next(parent for parent in (path, *path.parents) if parent.is_dir())

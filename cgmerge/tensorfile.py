@@ -13,6 +13,7 @@ import hashlib
 import math
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -145,7 +146,8 @@ class TensorFile:
     def _pread(self, start: int, count: int) -> bytes:
         parts = []
         while count:
-            part = os.pread(self._handle, min(count, 1 << 30), start)
+            with _naming(self.path):
+                part = os.pread(self._handle, min(count, 1 << 30), start)
             if not part:
                 raise Damaged(
                     f"{self.path} became shorter while it was read", code="changed", path=self.path
@@ -274,7 +276,7 @@ def read_small(
         LimitExceeded: Longer than `limit` bytes.
     """
     handle = open_regular(path, follow_links=follow_links)
-    with os.fdopen(handle, "rb") as file:
+    with _naming(path), os.fdopen(handle, "rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:
         raise LimitExceeded(
@@ -286,8 +288,18 @@ def read_small(
 def file_sha256(path: Path, *, follow_links: bool = True) -> str:
     """Hash a regular file, in hexadecimal."""
     handle = open_regular(path, follow_links=follow_links)
-    with os.fdopen(handle, "rb") as file:
+    with _naming(path), os.fdopen(handle, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let errors of reads name the file; the system knows only a handle by then."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _naturals(value: object) -> bool:

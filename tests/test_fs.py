@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from cgmerge import fs
 from cgmerge.errors import StorageError, UsageError
@@ -191,9 +192,19 @@ def test_odd_names_work(tmp_path, name):
     assert listing(tmp_path) == [name]
 
 
-def test_file_size_limit_is_a_storage_error(tmp_path):
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "fs.write_bytes(stage / 'big', b'x' * 5000)",
+        "fs.write_tensors(stage / 'big', {'t': torch.ones(1250)})",
+        # As peft and transformers save, with safetensors' own exception.
+        "save_file({'t': torch.ones(1250)}, stage / 'big')",
+    ],
+)
+def test_file_size_limit_is_a_storage_error(tmp_path, statement):
     code = (
-        "import resource, signal, sys, pathlib\n"
+        "import resource, signal, sys, pathlib, torch\n"
+        "from safetensors.torch import save_file\n"
         "from cgmerge import fs\n"
         "from cgmerge.errors import StorageError\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -201,11 +212,24 @@ def test_file_size_limit_is_a_storage_error(tmp_path):
         "out = pathlib.Path(sys.argv[1])\n"
         "try:\n"
         "    with fs.new_folder(out) as stage:\n"
-        "        fs.write_bytes(stage / 'big', b'x' * 5000)\n"
+        f"        {statement}\n"
         "except StorageError as error:\n"
-        "    assert '5,000 bytes needed' in error.message, error.message\n"
+        "    print(error.message)\n"
         "    sys.exit(4)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], check=False)
-    assert done.returncode == 4
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "out")],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 4, done.stderr
+    assert "the file would pass the size limit" in done.stdout
+    assert ("5,000 bytes needed" in done.stdout) == ("fs." in statement)
+    assert listing(tmp_path) == []
+
+
+def test_other_errors_of_safetensors_stay(tmp_path):
+    with pytest.raises(SafetensorError), fs.new_folder(tmp_path / "out"):
+        raise SafetensorError("invalid header")
     assert listing(tmp_path) == []

@@ -4,6 +4,7 @@
 70 bug · 130 interrupted · 143 terminated.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -13,11 +14,22 @@ from types import FrameType
 
 import typer
 
+from cgmerge import fs
 from cgmerge._version import __version__
 from cgmerge.cli import compose, demo, doctor, evaluate, inspect, methods, train
 from cgmerge.cli.output import print_error
 from cgmerge.cli.spread import spread
-from cgmerge.errors import CgmergeError, LimitExceeded, UsageError
+from cgmerge.errors import CgmergeError, LimitExceeded, StorageError, UsageError
+
+_NEXT_STEPS = {
+    errno.EACCES: "give yourself permission to use it",
+    errno.EPERM: "give yourself permission to use it",
+    errno.ENOSPC: "free some space, also where TMPDIR points",
+    errno.EDQUOT: "free some space, also where TMPDIR points",
+    errno.EIO: "the disk or the network drive may be failing: copy the file elsewhere",
+    errno.ENOENT: "the file was there or was expected: check the path",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
 
 app = typer.Typer(
     name="cgmerge",
@@ -105,7 +117,28 @@ def _exit_code(error: BaseException, words: list[str]) -> int:
             as_json="--json" in words,
         )
         return LimitExceeded.exit_code
+    if isinstance(error, OSError):
+        print_error(_refusal(error), as_json="--json" in words)
+        return StorageError.exit_code
     return _report_bug(error)
+
+
+def _refusal(error: OSError) -> StorageError:
+    """Describe what the operating system, or a library that reads files, refused."""
+    names = [os.fsdecode(name) for name in (error.filename, error.filename2) if _is_path(name)]
+    where = " and ".join(names)
+    hint = _NEXT_STEPS.get(error.errno or 0, "check that what the message names can be used")
+    return StorageError(
+        f"{where}: {fs.reason_of(error)}" if where else fs.reason_of(error),
+        code="system",
+        hint=f"{hint}; CGMERGE_DEBUG=1 shows where it happened",
+        path=names[0] if names else None,
+        reason=errno.errorcode.get(error.errno or 0, type(error).__name__),
+    )
+
+
+def _is_path(name: object) -> bool:
+    return isinstance(name, str | bytes)
 
 
 def _report_bug(error: BaseException) -> int:

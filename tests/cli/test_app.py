@@ -1,6 +1,7 @@
 """The command line as scripts see it: exit codes, one JSON object, nothing on stdout on failure."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -82,6 +83,62 @@ def test_other_endings(run, experts, monkeypatch, error, code):
     assert found == code
     assert out == ""
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "hint", "reason"),
+    [
+        (PermissionError(13, "no", "/e/w"), "/e/w: permission denied", "permission", "EACCES"),
+        (OSError(28, "No space left", "/t/x"), "/t/x: the disk is full", "free some", "ENOSPC"),
+        (OSError(5, "I/O", "/e/w"), "/e/w: the device reported an input", "failing", "EIO"),
+        (OSError(24, "Too many open files", "a"), "a: Too many open files", "ulimit -n", "EMFILE"),
+        (FileNotFoundError(2, "gone", "a", None, "b"), "a and b: gone", "check the", "ENOENT"),
+        (OSError(5, "I/O"), "error: the device reported", "failing", "EIO"),
+        (OSError("Can't load tokenizer for 'x'"), "Can't load tokenizer", "can be used", "OSError"),
+        (TimeoutError(), "error: TimeoutError", "can be used", "TimeoutError"),
+    ],
+)
+def test_what_the_system_refuses_is_no_bug(run, experts, monkeypatch, error, says, hint, reason):
+    from cgmerge.modules import compose
+
+    def stop(*args):
+        raise error
+
+    monkeypatch.setattr(compose, "make_plan", stop)
+    code, out, err = run("compose", experts / "E1", "-o", experts / "x")
+    assert (code, out) == (4, "")
+    assert says in err
+    assert "bug" not in err.replace("DEBUG", "")
+    said = err.split("hint: ")[1]
+    assert hint in said
+    assert "CGMERGE_DEBUG=1" in said
+    code, _, err = run("compose", experts / "E1", "-o", experts / "x", "--json")
+    found = json.loads(err.splitlines()[-1])
+    assert (code, found["exit"], found["code"]) == (4, 4, "storage.system")
+    assert found["reason"] == reason
+    assert found["path"] == error.filename
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_a_read_that_fails_in_the_middle(run, experts, monkeypatch, name):
+    """The disk fails after the file was opened."""
+    from cgmerge import tensorfile
+
+    plain = tensorfile.open_regular
+
+    def failing(path, **options):
+        handle = plain(path, **options)
+        if Path(path).name == name:
+            closed = os.open(path, os.O_WRONLY)  # reading from it fails with EBADF
+            os.dup2(closed, handle)
+            os.close(closed)
+        return handle
+
+    monkeypatch.setattr(tensorfile, "open_regular", failing)
+    code, out, err = run("compose", experts / "E1", "-m", "linear", "-o", experts / "x")
+    assert (code, out) == (4, ""), err
+    assert f"error: {experts / 'E1' / name}: Bad file descriptor" in err
+    assert not (experts / "x").exists()
 
 
 def test_debug_shows_the_traceback(run, tmp_path, monkeypatch):
