@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     import torch
 
 _MARK = ".cgmerge-tmp-"
+_NAME_BYTES = 80
+"""Kept of a name in temporary ones, so that those fit whatever name fits (255 bytes)."""
+
 _DAY = 86_400.0
 _STORAGE_ERRNOS = {
     errno.ENOSPC: "the disk is full",
@@ -122,7 +125,7 @@ def new_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     with _storage_errors(out.parent, 0):
         out.parent.mkdir(parents=True, exist_ok=True)
     _collect_leftovers(out.parent)
-    stage = out.parent / f".{out.name[:80]}{_MARK}{_writer_id()}-{secrets.token_hex(4)}"
+    stage = _temporary_beside(out)
     with _storage_errors(stage, 0):
         _step("mkdir", stage)
         stage.mkdir()
@@ -153,7 +156,7 @@ def replace_file(path: Path, data: bytes, *, overwrite: bool = True) -> None:
     with _storage_errors(path, len(data)):
         path.parent.mkdir(parents=True, exist_ok=True)
     _collect_leftovers(path.parent)
-    temporary = path.parent / f".{path.name[:80]}{_MARK}{_writer_id()}-{secrets.token_hex(4)}"
+    temporary = _temporary_beside(path)
     try:
         write_bytes(temporary, data)
         with _storage_errors(path, len(data)):
@@ -189,6 +192,11 @@ def reason_of(error: OSError) -> str:
     """Say in words why the operating system refused."""
     reason = _STORAGE_ERRNOS.get(error.errno or 0, error.strerror or str(error))
     return reason or type(error).__name__
+
+
+def cut_name(name: str, limit: int) -> str:
+    """Cut a file name to so many bytes, which is what file systems count, at a whole character."""
+    return os.fsencode(name)[:limit].decode("utf-8", errors="ignore")
 
 
 def absolute(path: Path) -> Path:
@@ -271,6 +279,12 @@ def _umask() -> int:
     mask = os.umask(0o022)
     os.umask(mask)
     return mask
+
+
+def _temporary_beside(path: Path) -> Path:
+    """Name a private file or folder that `_collect_leftovers` knows as ours."""
+    name = f".{cut_name(path.name, _NAME_BYTES)}{_MARK}{_writer_id()}-{secrets.token_hex(4)}"
+    return path.with_name(name)
 
 
 def _writer_id() -> str:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -185,11 +186,42 @@ def test_unusable_targets_are_found_before_work(tmp_path):
         fs.check_target(tmp_path / ("n" * 300), overwrite=False)
 
 
-@pytest.mark.parametrize("name", ["with space", "emoji-🦙", "new\nline", "-dash", "‏rtl"])
+@pytest.mark.parametrize(
+    "name",
+    ["with space", "emoji-🦙", "new\nline", "-dash", "‏rtl", "🦙" * 60, "🦙" * 63, "é" * 127,
+     "x" * 255, os.fsdecode(b"\xff" * 255)],
+)  # fmt: skip
 def test_odd_names_work(tmp_path, name):
-    with fs.new_folder(tmp_path / name) as stage:
-        fill(stage)
+    """A name takes up to 255 bytes: 63 emoji of 4 bytes are 252."""
+    for overwrite in (False, True):
+        with fs.new_folder(tmp_path / name, overwrite=overwrite) as stage:
+            fill(stage)
     assert listing(tmp_path) == [name]
+    shutil.rmtree(tmp_path / name)
+    for content in (b"1", b"2"):
+        fs.replace_file(tmp_path / name, content)
+    assert listing(tmp_path) == [name]
+    assert (tmp_path / name).read_bytes() == b"2"
+
+
+def test_names_are_cut_by_bytes_at_whole_characters():
+    assert fs.cut_name("🦙" * 60, 80) == "🦙" * 20
+    assert fs.cut_name("a" + "🦙" * 60, 80) == "a" + "🦙" * 19  # 77 bytes; one more would be 81
+    assert fs.cut_name("x" * 81, 80) == "x" * 80
+    assert fs.cut_name("short", 80) == "short"
+
+
+def test_leftovers_of_long_names_are_collected(tmp_path):
+    out = tmp_path / ("🦙" * 60)
+    pid = os.fork()
+    if pid == 0:
+        with fs.new_folder(out):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    (left,) = listing(tmp_path)
+    assert left.startswith("." + "🦙" * 20 + ".cgmerge-tmp-")
+    fs.replace_file(out, b"x")
+    assert listing(tmp_path) == [out.name]
 
 
 @pytest.mark.parametrize(

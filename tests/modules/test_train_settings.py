@@ -13,6 +13,7 @@ from cgmerge.errors import Damaged, DataError, Incompatible, NotFound, UsageErro
 from cgmerge.modules.data import Encoded
 from cgmerge.modules.training import defaults
 from cgmerge.modules.training import plan as planning
+from cgmerge.modules.training.checkpoints import WorkFolder
 from cgmerge.modules.training.defaults import default_lr
 from cgmerge.modules.training.plan import make_plan
 from cgmerge.modules.training.recipe import read_recipe
@@ -366,3 +367,12 @@ class TestTargets:
             targets, transposed = find_targets(GPT2LMHeadModel(config), ("all-linear",))
         assert transposed
         assert targets["transformer.h.0.attn.c_attn"] == (96, 32)
+
+
+def test_checkpoints_of_a_long_output_name(tmp_path):
+    """63 emoji are 252 of the 255 bytes that a name may have."""
+    work = WorkFolder(tmp_path / ("🦙" * 63))
+    work.open({"rank": 4})
+    work.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["." + "🦙" * 60 + ".training"]
+    assert work.recorded() == {"rank": 4}

@@ -47,7 +47,7 @@ class WorkFolder:
 
     def __init__(self, out: Path) -> None:
         out = fs.absolute(out)
-        self.path = out.parent / f".{out.name}.training"
+        self.path = out.parent / f".{fs.cut_name(out.name, 240)}.training"
         self._handle = -1
 
     def recorded(self) -> dict[str, Any] | None:
