@@ -168,6 +168,18 @@ def replace_file(path: Path, data: bytes, *, overwrite: bool = True) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def move_file(source: Path, target: Path) -> None:
+    """Give a finished file its final name, in place of what has it; both in one folder.
+
+    Raises:
+        StorageError: The operating system refused.
+    """
+    with _storage_errors(target, 0):
+        _step("rename", target)
+        source.replace(target)
+        _sync_folder(target.parent)
+
+
 def check_target(out: Path, *, overwrite: bool) -> None:
     """Refuse an unusable output path before any work is done.
 

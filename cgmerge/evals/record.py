@@ -4,8 +4,14 @@ Two files: `NAME.json` (schema `cgmerge.record/1`) with scores, intervals and te
 `NAME.items.jsonl` beside it with one line per target and item. The record holds the digest of the
 items file, so the two cannot drift apart unseen, and nothing in it depends on the time, the
 machine's folders or the order of a hash: the same evaluation writes the same bytes.
+
+Two files cannot be replaced in one step, so that one rename decides: new items first stand as
+`NAME.items.next`, then the record is replaced, which makes the new evaluation the valid one, then
+the items get their name. Whoever reads takes the items that the record names from either place,
+and the next writer tidies up after one that was killed.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -16,8 +22,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from cgmerge import fs, strictjson
-from cgmerge.errors import Damaged, NotFound, UsageError
-from cgmerge.tensorfile import read_small
+from cgmerge.errors import CgmergeError, Damaged, NotFound, UsageError
+from cgmerge.tensorfile import file_sha256, read_small
 
 SCHEMA: Literal["cgmerge.record/1"] = "cgmerge.record/1"
 MAX_ITEM_BYTES = 8 * 1024**3
@@ -264,6 +270,11 @@ def items_path(path: Path) -> Path:
     return path.with_name(f"{stem}.items.jsonl")
 
 
+def _next_path(path: Path) -> Path:
+    """Return where items wait for their record; the name is no longer than the final one."""
+    return items_path(path).with_suffix(".next")
+
+
 def check_out(path: Path, *, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
     """Refuse an unusable record path before anything is evaluated.
 
@@ -276,7 +287,7 @@ def check_out(path: Path, *, overwrite: bool, inputs: Sequence[Path] = ()) -> No
         UsageError: A folder, an existing file without `overwrite`, or one of the inputs.
         StorageError: The folder cannot be written.
     """
-    for target in (path, items_path(path)):
+    for target in (path, items_path(path), _next_path(path)):
         if target.is_dir():
             raise UsageError(f"{target} is a folder, a file is wanted", code="out_is_folder")
         if any(
@@ -285,7 +296,8 @@ def check_out(path: Path, *, overwrite: bool, inputs: Sequence[Path] = ()) -> No
             raise UsageError(
                 f"{target} is read as data; it cannot be the output", code="out_is_input"
             )
-        if target.exists() and not overwrite:
+        # A killed writer's waiting items are its own business: `write_record` settles them.
+        if target.exists() and not overwrite and target != _next_path(path):
             raise UsageError(
                 f"{target} exists already",
                 code="out_exists",
@@ -296,9 +308,9 @@ def check_out(path: Path, *, overwrite: bool, inputs: Sequence[Path] = ()) -> No
 
 
 def write_record(path: Path, evaluation: Evaluation, *, overwrite: bool = False) -> Record:
-    """Write the items, then the record that vouches for them.
+    """Write the record and its items, or leave the evaluation that was there.
 
-    A crash between the two leaves items without their record, which `load_record` refuses.
+    Whenever it is killed, `load_record` finds the old evaluation or the new one.
 
     Args:
         path: Where the record goes.
@@ -316,10 +328,31 @@ def write_record(path: Path, evaluation: Evaluation, *, overwrite: bool = False)
     lines = b"".join(_line(item) for item in evaluation.items)
     beside = items_path(path)
     info = ItemsFile(beside.name, hashlib.sha256(lines).hexdigest(), len(evaluation.items))
-    content = asdict(evaluation.record) | {"items": asdict(info)}
-    fs.replace_file(beside, lines, overwrite=overwrite)
-    fs.replace_file(path, strictjson.dumps(content), overwrite=overwrite)
-    return _RECORD.validate_json(strictjson.dumps(content))
+    content = strictjson.dumps(asdict(evaluation.record) | {"items": asdict(info)})
+    _settle(path)
+    try:
+        fs.replace_file(_next_path(path), lines)
+        fs.replace_file(path, content, overwrite=overwrite)
+        fs.move_file(_next_path(path), beside)
+    except BaseException:
+        with contextlib.suppress(CgmergeError, OSError):
+            _settle(path)
+        raise
+    return _RECORD.validate_json(content)
+
+
+def _settle(path: Path) -> None:
+    """Bring waiting items to their end: in place where the record names them, else away."""
+    waiting = _next_path(path)
+    if not waiting.is_file():
+        return
+    named = None
+    with contextlib.suppress(CgmergeError):  # no record, or one that is none
+        named = _read_record(path).items
+    if named is not None and named.sha256 == file_sha256(waiting):
+        fs.move_file(waiting, items_path(path))
+    else:
+        fs.remove(waiting)
 
 
 def load_record(path: Path) -> Evaluation:
@@ -329,13 +362,18 @@ def load_record(path: Path) -> Evaluation:
         NotFound: No such record, or its items file is gone.
         Damaged: Not a record, or the items are not those that the record was written with.
     """
+    record = _read_record(path)
+    return Evaluation(record, _load_items(path, record))
+
+
+def _read_record(path: Path) -> Record:
     if not path.is_file():
         raise NotFound(f"no such record: {path}", code="record", path=path)
     content = read_small(fs.absolute(path), follow_links=True)
     if strictjson.loads_object(content, source=str(path)).get("schema") != SCHEMA:
         raise Damaged(f"{path} is not a {SCHEMA}", code="record", path=path)
     record: Record = _validated(_RECORD, content, str(path))
-    return Evaluation(record, _load_items(path, record))
+    return record
 
 
 def _load_items(path: Path, record: Record) -> tuple[Item, ...]:
@@ -343,26 +381,31 @@ def _load_items(path: Path, record: Record) -> tuple[Item, ...]:
     if info is None:
         return ()
     beside = items_path(path)
-    if not beside.is_file():
+    found = None
+    # The final name twice: a writer may move the waiting items there meanwhile.
+    for place in (beside, _next_path(path), beside):
+        with contextlib.suppress(NotFound):
+            lines = read_small(fs.absolute(place), limit=MAX_ITEM_BYTES, follow_links=True)
+            digest = hashlib.sha256(lines).hexdigest()
+            if digest == info.sha256:
+                return tuple(_validated(_ITEM, line, str(place)) for line in lines.splitlines())
+            found = found or digest
+    if found is None:
         raise NotFound(
             f"{path.name} needs its items file {beside.name}, which is not beside it",
             code="items",
             hint=f"copy {info.file} along with the record",
             path=beside,
         )
-    lines = read_small(fs.absolute(beside), limit=MAX_ITEM_BYTES, follow_links=True)
-    found = hashlib.sha256(lines).hexdigest()
-    if found != info.sha256:
-        raise Damaged(
-            f"{beside} is not the file that {path.name} was written with: "
-            f"sha256 {found[:16]}…, recorded {info.sha256[:16]}…",
-            code="items",
-            hint="evaluate again",
-            path=beside,
-            expected=info.sha256,
-            found=found,
-        )
-    return tuple(_validated(_ITEM, line, str(beside)) for line in lines.splitlines())
+    raise Damaged(
+        f"{beside} is not the file that {path.name} was written with: "
+        f"sha256 {found[:16]}…, recorded {info.sha256[:16]}…",
+        code="items",
+        hint="evaluate again",
+        path=beside,
+        expected=info.sha256,
+        found=found,
+    )
 
 
 def _line(item: Item) -> bytes:

@@ -1,7 +1,10 @@
 """Records on disk: deterministic, tied to their items, and strict about what they read."""
 
 import dataclasses
+import hashlib
 import json
+import os
+import signal
 
 import pytest
 
@@ -197,8 +200,6 @@ def test_records_that_are_none(evaluation, tmp_path, change):
 
 
 def test_items_that_are_none(evaluation, tmp_path):
-    import hashlib
-
     path = tmp_path / "r.json"
     write_record(path, evaluation)
     for bad in (b'{"id": 1}\n', b"nonsense\n", b'{"loglik": NaN}\n'):
@@ -216,28 +217,114 @@ def test_items_that_are_none(evaluation, tmp_path):
         load_record(tmp_path / "absent.json")
 
 
-@pytest.mark.parametrize("k", range(6))
-def test_a_write_that_fails_leaves_no_believable_mixture(evaluation, tmp_path, monkeypatch, k):
-    """After a failure at any step the reader finds the old pair, the new pair, or says so."""
-    path = tmp_path / "r.json"
-    old = dataclasses.replace(evaluation, items=evaluation.items[:6])
-    write_record(path, old)
-    count = iter(range(100))
+STEPS = 7  # three for the waiting items, three for the record, one to name the items
 
-    def fail(operation, _path):
-        if next(count) == k:
-            raise OSError(28, f"no space at {operation}")
 
-    monkeypatch.setattr(fs, "_step", fail)
-    with pytest.raises(StorageError):
+def part(evaluation, count):
+    return dataclasses.replace(evaluation, items=evaluation.items[:count])
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_write_that_fails_leaves_the_old_or_the_new(evaluation, tmp_path, monkeypatch, first):
+    """After an error at any step: one whole evaluation, and no third file."""
+    outcomes = []
+    for k in range(STEPS + 1):
+        path = tmp_path / str(k) / "r.json"
+        if first:
+            path.parent.mkdir()
+        else:
+            write_record(path, part(evaluation, 6))
+        count = iter(range(100))
+
+        def fail(operation, _path, k=k, count=count):
+            if next(count) == k:
+                raise OSError(28, f"no space at {operation}")
+
+        monkeypatch.setattr(fs, "_step", fail)
+        if k < STEPS:
+            with pytest.raises(StorageError):
+                write_record(path, evaluation, overwrite=not first)
+        else:
+            write_record(path, evaluation, overwrite=not first)
+        monkeypatch.undo()
+        if first and not path.exists():
+            outcomes.append("none")
+            assert names(path.parent) == []
+        else:
+            outcomes.append({6: "old", 12: "new"}[len(load_record(path).items)])
+            assert names(path.parent) == ["r.items.jsonl", "r.json"]
+    # The record's own rename, the sixth step, decides.
+    assert outcomes == ["none" if first else "old"] * 6 + ["new"] * 2
+
+
+def killed(path, evaluation, k):
+    """Write in a child that dies at its k-th step; say whether it got to the end."""
+    pid = os.fork()
+    if pid == 0:
+        count = iter(range(100))
+
+        def die(operation, _path):
+            if next(count) == k:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        fs._step = die
         write_record(path, evaluation, overwrite=True)
-    monkeypatch.setattr(fs, "_step", lambda *_: None)
-    if k < 3:  # nothing is in place yet
-        assert load_record(path).items == old.items
-    else:  # the new items are there, the new record is not
-        with pytest.raises(Damaged) as caught:
-            load_record(path)
-        assert caught.value.code == "damaged.items"
-    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
-    write_record(path, evaluation, overwrite=True)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_writers_killed_one_after_the_other_at_any_step(evaluation, tmp_path):
+    """Old: 6 items; first killed writer: 8; second: 10; the last may end: 12."""
+    seen = set()
+    for k in range(STEPS + 1):
+        for j in range(STEPS + 2):
+            path = tmp_path / f"{k}-{j}" / "r.json"
+            write_record(path, part(evaluation, 6))
+            ended = killed(path, part(evaluation, 8), k)
+            between = len(load_record(path).items)
+            assert between == (8 if ended or k == 6 else 6)
+            last = killed(path, part(evaluation, 10), j)
+            after = len(load_record(path).items)
+            assert after == 10 if last else after in (between, 10)
+            seen.add((between, after))
+            write_record(path, evaluation, overwrite=True)
+            assert len(load_record(path).items) == 12
+            assert names(path.parent) == ["r.items.jsonl", "r.json"]
+    assert seen == {(6, 6), (6, 10), (8, 8), (8, 10)}
+
+
+def test_a_first_writer_killed_at_any_step(evaluation, tmp_path):
+    for k in range(STEPS + 1):
+        path = tmp_path / str(k) / "r.json"
+        path.parent.mkdir()
+        killed(path, evaluation, k)
+        if path.exists():
+            assert load_record(path).items == evaluation.items
+        else:
+            write_record(path, evaluation)  # what is left does not ask for --overwrite
+            assert names(path.parent) == ["r.items.jsonl", "r.json"]
+
+
+def test_waiting_items_of_another_record_are_no_excuse(evaluation, tmp_path):
+    path = tmp_path / "r.json"
+    write_record(path, evaluation)
+    good = items_path(path).read_bytes()
+    items_path(path).write_bytes(b"")
+    (tmp_path / "r.items.next").write_bytes(good[:-1])
+    with pytest.raises(Damaged) as caught:
+        load_record(path)
+    assert caught.value.code == "damaged.items"
+    assert caught.value.details["found"] == hashlib.sha256(b"").hexdigest()
+    (tmp_path / "r.items.next").write_bytes(good)
     assert load_record(path).items == evaluation.items
+
+
+def test_a_record_of_a_long_name(evaluation, tmp_path):
+    path = tmp_path / ("🦙" * 60 + ".json")  # with `.items.jsonl`: 252 of 255 bytes
+    for count in (6, 12):
+        write_record(path, part(evaluation, count), overwrite=True)
+        assert len(load_record(path).items) == count
