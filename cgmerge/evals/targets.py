@@ -122,7 +122,7 @@ def _open(spec: str, base: Base, *, force_base: bool) -> Target:
 def _open_adapter(name: str, ref: str, base: Base, *, force_base: bool) -> Target:
     from cgmerge.modules.expert import open_expert
 
-    expert = open_expert(ref)
+    expert = open_expert(ref, base=base)
     warnings = list(expert.warnings)
     if expert.base_fingerprint not in (None, base.fingerprint) and force_base:
         warnings.append(

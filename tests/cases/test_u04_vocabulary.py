@@ -20,14 +20,16 @@ def add(folder, name, *shape):
         ("base_model.model.model.embed_tokens.modules_to_save.weight", ["embed_tokens"]),
     ],
 )
-@pytest.mark.parametrize("command", ["compose", "inspect"])
+@pytest.mark.parametrize("command", ["compose", "inspect", "eval"])
 def test_both_sizes_are_named(run, experts, models, name, listed, command):
     add(experts / "E1", name, 132, 32)
     if listed:
         support.edit_config(experts / "E1", modules_to_save=listed)
-    out = ["-o", experts / "out"] if command == "compose" else []
+    (experts / "t.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    out = ["-o", experts / "out"] if command != "inspect" else []
+    data = ["--data", experts / "t.jsonl"] if command == "eval" else []
     error = cases.refused(
-        run(command, experts / "E1", "--base", models / "B", *out, "--json"),
+        run(command, experts / "E1", "--base", models / "B", *out, *data, "--json"),
         3,
         "incompatible.vocabulary",
         "trained with 132 tokens",
