@@ -89,15 +89,21 @@ class Output:
             sys.stdout.write(short + "\n")
 
     @contextmanager
-    def progress(self, label: str, total: int) -> Iterator[Progress]:
-        """Show a bar on a terminal, a plain line every few seconds elsewhere, on stderr."""
+    def progress(self, label: str, total: int, *, start: int = 0) -> Iterator[Progress]:
+        """Show a bar on a terminal, a plain line every few seconds elsewhere, on stderr.
+
+        Args:
+            label: What is being done, in one word.
+            total: How many steps there are.
+            start: Steps that were done before; they count as done, not as speed.
+        """
         if self.quiet:
             yield _silent
         elif sys.stderr.isatty():
-            with _bar(label, total) as advance:
+            with _bar(label, total, start) as advance:
                 yield advance
         else:
-            yield _PlainProgress(label, total)
+            yield _PlainProgress(label, total, start)
 
 
 def print_error(error: CgmergeError, *, as_json: bool) -> None:
@@ -119,8 +125,8 @@ def _silent(done: int, *, note: str = "") -> None:
 class _PlainProgress:
     """One line at the start, the end, and every ten seconds between."""
 
-    def __init__(self, label: str, total: int) -> None:
-        self.label, self.total = label, total
+    def __init__(self, label: str, total: int, start: int) -> None:
+        self.label, self.total, self.start = label, total, start
         self.started = self.last = time.monotonic()
 
     def __call__(self, done: int, *, note: str = "") -> None:
@@ -128,13 +134,13 @@ class _PlainProgress:
         if done < self.total and now - self.last < 10:
             return
         self.last = now
-        left = (now - self.started) / max(done, 1) * (self.total - done)
+        left = (now - self.started) / max(done - self.start, 1) * (self.total - done)
         tail = f", {note}" if note else ""
         _to_stderr(f"{self.label:<8} {done}/{self.total}, {left:.0f} s left{tail}")
 
 
 @contextmanager
-def _bar(label: str, total: int) -> Iterator[Progress]:
+def _bar(label: str, total: int, start: int) -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
@@ -147,7 +153,7 @@ def _bar(label: str, total: int) -> Iterator[Progress]:
         TextColumn("{task.fields[note]}"),
     )
     with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=total, note="")
+        task = bar.add_task(label, total=total, completed=start, note="")
 
         def advance(done: int, *, note: str = "") -> None:
             bar.update(task, completed=done, note=note)

@@ -137,7 +137,9 @@ class _Voice:
             self._after_resume = False
             self.output.line("resume", f"loss at step {step}: {loss:.4f}")
         if self._progress is None:
-            self._progress = self._stack.enter_context(self.output.progress("train", total))
+            # What lies before this step was done by an earlier run, or before the clock starts.
+            bar = self.output.progress("train", total, start=step)
+            self._progress = self._stack.enter_context(bar)
         self._recent = [*self._recent[1 - _SMOOTH :], loss]
         self._progress(step, note=f"loss {sum(self._recent) / len(self._recent):.4f}")
 

@@ -280,6 +280,35 @@ def test_progress_without_a_terminal_is_plain_lines(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
+def test_progress_that_goes_on_counts_only_its_own_speed(capsys, monkeypatch):
+    """Two steps in 22 s after 96 old ones: two more take 22 s, not half a second."""
+    clock = iter([0.0, 22.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    with Output().progress("train", 100, start=96) as advance:
+        advance(98)
+    assert capsys.readouterr().err == "train    98/100, 22 s left\n"
+
+
+@pytest.mark.parametrize("start", [0, 96])
+def test_bar_begins_where_the_work_does(monkeypatch, start):
+    import rich.progress
+
+    bars = []
+    plain = rich.progress.Progress.add_task
+
+    def spy(self, *args, **options):
+        bars.append(self)
+        return plain(self, *args, **options)
+
+    monkeypatch.setattr(rich.progress.Progress, "add_task", spy)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with Output().progress("train", 100, **({"start": start} if start else {})) as advance:
+        (task,) = bars[0].tasks
+        assert (task.completed, task.total) == (start, 100)
+        advance(98, note="x")
+        assert (task.completed, task.fields["note"]) == (98, "x")
+
+
 def test_errors_print_their_details(capsys):
     output.print_error(Damaged("bad", code="file", path="x", found=3, list=[1]), as_json=True)
     shown = json.loads(capsys.readouterr().err)

@@ -10,6 +10,7 @@ import pytest
 import support
 import train_support
 
+from cgmerge.cli import output
 from cgmerge.modules.training.checkpoints import WorkFolder
 
 
@@ -103,8 +104,18 @@ def test_stop_and_go_on(run, words, tmp_path, monkeypatch):
     monkeypatch.undo()
     code, out, err = run(*words("--dry-run", "--json"))
     assert json.loads(out)["start"] == 2
+    starts = []
+    progress = output.Output.progress
+
+    def spy(self, label, total, **options):
+        if label == "train":
+            starts.append((options, total))
+        return progress(self, label, total, **options)
+
+    monkeypatch.setattr(output.Output, "progress", spy)
     code, out, err = run(*words("--checkpoint-steps", 1, "--json"))
     assert (code, json.loads(out)["resumed_from"]) == (0, 2)
+    assert starts == [({"start": 3}, 4)]  # two old steps, and the first of this run
     assert "resume   after step 2 of 4, loss there " in err
     assert "resume   loss at step 3: " in err
     straight, stopped = tmp_path / "straight", tmp_path / "expert"
