@@ -1,12 +1,11 @@
-"""Write docs/reference.md from the program itself: every command's help, every method's page.
+"""Write docs/reference.md from the program itself: every command's help, every method's page."""
 
-python scripts/make_reference.py [--check]
-"""
-
+import argparse
 import contextlib
 import io
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 TARGET = Path(__file__).parent.parent / "docs" / "reference.md"
@@ -35,16 +34,24 @@ def build() -> str:
     return "\n".join(parts)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 when the page is outdated"
+    )
+    parser.add_argument(
+        "--page", type=Path, default=TARGET, help="where the page is  [default: docs/reference.md]"
+    )
+    options = parser.parse_args(arguments)
     os.environ.update(COLUMNS="100", NO_COLOR="1", TERM="dumb")
     text = build()
-    if "--check" in sys.argv:
-        if TARGET.read_text() != text:
-            print("docs/reference.md is out of date: run make docs")
-            return 1
+    if not options.check:
+        options.page.write_text(text)
         return 0
-    TARGET.write_text(text)
-    return 0
+    if options.page.is_file() and options.page.read_text() == text:
+        return 0
+    print(f"{options.page} is out of date: run make docs")
+    return 1
 
 
 if __name__ == "__main__":

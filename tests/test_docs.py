@@ -12,12 +12,38 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_reference_is_up_to_date():
+def make_reference(*words):
     script = ROOT / "scripts" / "make_reference.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "--check"], capture_output=True, text=True, check=False
+    return subprocess.run(
+        [sys.executable, script, *words], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout
+
+
+def test_reference_is_up_to_date():
+    done = make_reference("--check")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_check_of_the_reference_can_fail_and_writes_nothing(tmp_path):
+    page = tmp_path / "reference.md"
+    for stale in (None, "", (ROOT / "docs" / "reference.md").read_text() + "\n"):
+        if stale is not None:
+            page.write_text(stale)
+        done = make_reference("--check", "--page", page)
+        assert done.returncode == 1, done.stderr
+        assert f"{page} is out of date: run make docs" in done.stdout
+        assert (page.read_text() if page.exists() else None) == stale
+    assert make_reference("--page", page).returncode == 0
+    assert make_reference("--check", "--page", page).returncode == 0
+
+
+@pytest.mark.parametrize(("word", "code"), [("--help", 0), ("--chekc", 2), ("page.md", 2)])
+def test_other_words_write_no_reference(tmp_path, word, code):
+    page = tmp_path / "reference.md"
+    done = make_reference("--page", page, word)
+    assert done.returncode == code
+    assert "--check" in done.stdout + done.stderr
+    assert not page.exists()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
