@@ -15,6 +15,8 @@ X = ["pear", "tiger", "lamp"]
         (["reverse"], ["lamp", "tiger", "pear"]),
         (["sort"], ["lamp", "pear", "tiger"]),
         (["uppercase"], ["PEAR", "TIGER", "LAMP"]),
+        (["number"], ["1 pear", "2 tiger", "3 lamp"]),
+        (["number", "reverse"], ["3 lamp", "2 tiger", "1 pear"]),
         (["copy"], X),
         (["keep first"], ["pear"]),
         (["keep last"], ["lamp"]),
@@ -49,6 +51,16 @@ def test_an_expert_never_sees_another_skill():
     assert len(rows) == 400
     assert alone + within == 240
     assert alone == 120
+
+
+def test_the_warm_up_shows_skills_alone_and_no_more_than_the_trace():
+    skills = ("reverse", "number", "uppercase")
+    rows = wordlists.warmup_rows(skills, random.Random(0), 800, trace=0.12)
+    chains = [chain_of(row) for row in rows]
+    with_skill = [chain for chain in chains if set(chain) & set(wordlists.SKILLS)]
+    assert len(rows) == 800
+    assert sorted(with_skill) == sorted([(skill,) for skill in skills] * 32)
+    assert sum(len(chain) == 2 for chain in chains) == 352
 
 
 def test_splits_share_no_list():

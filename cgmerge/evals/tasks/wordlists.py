@@ -2,10 +2,11 @@
 
 `Reverse: pear, tiger, lamp` is answered by `lamp, tiger, pear`; a chain, `Reverse, then uppercase:
 …`, by every step: `lamp, tiger, pear > LAMP, TIGER, PEAR`. Prompts are short plain text, not chat
-turns, because on a CPU the length of a row is the price of a step. Three skills
-are trained apart (`reverse`, `sort`, `uppercase`); five other edits are replay: every expert sees
-them, alone and chained with its own skill, so that it learns what a chain is and keeps listening
-to the instruction. Chains of two different skills are in nobody's training data.
+turns, because on a CPU the length of a row is the price of a step. Skills are trained apart; five
+other edits are replay: every expert sees them, alone and chained with its own skill, so that it
+learns what a chain is and keeps listening to the instruction. A warm-up before all experts shows
+the replay edits and a trace of every skill alone. Chains of two different skills are in nobody's
+training data.
 """
 
 import random
@@ -70,9 +71,11 @@ LENGTHS = (3, 4)
 _Edit = Callable[[list[str]], list[str]]
 SKILLS: dict[str, _Edit] = {
     "reverse": lambda x: x[::-1],
-    "sort": sorted,
+    "number": lambda x: [f"{place} {word}" for place, word in enumerate(x, 1)],
     "uppercase": lambda x: [word.upper() for word in x],
+    "sort": sorted,  # hard for a model of 135 M parameters: not among the default skills
 }
+DEFAULT_SKILLS = ("reverse", "number", "uppercase")
 REPLAY: dict[str, _Edit] = {
     "copy": lambda x: x,
     "keep first": lambda x: x[:1],
@@ -159,6 +162,32 @@ def expert_rows(skill: str, rng: random.Random, count: int, *, replay: float = 0
     return [example(chain, draw_words(rng, "train")) for chain in chains]
 
 
+def warmup_rows(
+    skills: Sequence[str], rng: random.Random, count: int, *, trace: float = 0.12
+) -> list[Row]:
+    """Make the training set that all experts start from: what to do with lists, not the skills.
+
+    Args:
+        skills: Keys of `SKILLS` that leave a trace, alone and never in a chain.
+        rng: Source of all randomness.
+        count: Rows wanted.
+        trace: Share of rows that show a skill; the rest are replay edits, half of them chained.
+
+    Returns:
+        `count` rows, shuffled, none of whose lists is in another split.
+    """
+    others = list(REPLAY)
+    chains: list[tuple[str, ...]] = []
+    for index in range(count):
+        if index < round(count * trace):
+            chains.append((skills[index % len(skills)],))
+        else:
+            pair = (rng.choice(others), rng.choice(others))
+            chains.append(pair if index % 2 else pair[:1])
+    rng.shuffle(chains)
+    return [example(chain, draw_words(rng, "train")) for chain in chains]
+
+
 def held_out_rows(
     chains: Sequence[tuple[str, ...]], rng: random.Random, count: int, split: Split
 ) -> list[Row]:
@@ -173,9 +202,9 @@ def held_out_rows(
     return [example(chains[i % len(chains)], draw_words(rng, split)) for i in range(count)]
 
 
-def skill_pairs() -> list[tuple[str, ...]]:
+def skill_pairs(skills: Sequence[str] = DEFAULT_SKILLS) -> list[tuple[str, ...]]:
     """List the ordered pairs of two different skills, which no expert has seen."""
-    return list(permutations(SKILLS, 2))
+    return list(permutations(skills, 2))
 
 
 def replay_chains() -> list[tuple[str, ...]]:
