@@ -106,6 +106,7 @@ class _Search:
         self.top = 0x7FF0_0000_0000_0001 if double else 0x7F80_0001  # one above +inf
         self.largest = self.bits(np.iinfo(self.bits).max)
         self.scratch = np.empty(0, dtype=self.bits)
+        self.mask = np.empty(0, dtype=np.bool_)
         self.low, self.high = 0, self.top
         self.done = False
         self.wanted_ties = 0
@@ -141,8 +142,9 @@ class _Search:
         offsets -= self.low
         width = self.high - self.low
         # Below `low` the unsigned view wraps around to a large number: one comparison is enough.
-        inside = offsets[np.less(offsets.view(self.unsigned), width)]
-        self.above += int(np.count_nonzero(offsets >= width))
+        mask = self.mask[: offsets.size]
+        inside = np.compress(np.less(offsets.view(self.unsigned), width, out=mask), offsets)
+        self.above += int(np.count_nonzero(np.greater_equal(offsets, width, out=mask)))
         self.found.append(inside >> self.shift)
         self.starts.append(start)
         self.found_size += inside.size
@@ -219,6 +221,7 @@ class _Search:
         signed = values.cpu().numpy().reshape(-1).view(self.bits)
         if self.scratch.size < signed.size:
             self.scratch = np.empty(signed.size, dtype=self.bits)
+            self.mask = np.empty(signed.size, dtype=np.bool_)
         # Clears the sign bit. Fresh memory for every block would cost more than the arithmetic.
         return np.bitwise_and(signed, self.largest, out=self.scratch[: signed.size])
 
