@@ -37,7 +37,7 @@ def local_folder(ref: str, *, what: str) -> Path:
         raise UsageError(f"the {what} reference {ref!r} is not valid Unicode", code="ref")
     if ref.startswith(_REMOTE):
         return _fetch(ref, what)
-    path = fs.absolute(_expanded(ref))
+    path = fs.absolute(expanded(ref))
     if os.path.isdir(path):  # noqa: PTH112  (Path.is_dir raises where a parent is not readable)
         if not os.access(path, os.R_OK | os.X_OK):
             raise EnvironmentProblem(f"{path} cannot be read: permission denied", code="permission")
@@ -48,7 +48,8 @@ def local_folder(ref: str, *, what: str) -> Path:
         )
     near = _near(path)
     hint = f"similar: {', '.join(near)}" if near else None
-    if hint is None and ref.count("/") == 1 and not ref.startswith((".", "~", "/")):
+    plain = ref.count("/") == 1 and not ref.startswith((".", "~", "/"))
+    if hint is None and plain and not os.path.lexists(path.parent):
         hint = f"for a repository on the hub write {_REMOTE}{ref}"
     raise NotFound(f"no such {what}: {ref}", code="folder", hint=hint, path=path)
 
@@ -79,7 +80,8 @@ def parse_weighted(text: str) -> tuple[str, float | None]:
     return ref, weight
 
 
-def _expanded(ref: str) -> Path:
+def expanded(ref: str) -> Path:
+    """Read a path as shells do: `~` is the home folder."""
     try:
         return Path(ref).expanduser()
     except RuntimeError:  # `~name` of nobody
@@ -87,7 +89,7 @@ def _expanded(ref: str) -> Path:
 
 
 def _exists(ref: str) -> bool:
-    return os.path.exists(_expanded(ref))  # noqa: PTH110  (Path.exists raises on odd names)
+    return os.path.exists(expanded(ref))  # noqa: PTH110  (Path.exists raises on odd names)
 
 
 def _near(path: Path) -> list[str]:

@@ -19,6 +19,9 @@ from cgmerge.errors import Damaged, MissingExtra, UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+NAMES = ("tiny", "smollm2-135m")
+"""Bases that are no folders; such a name is never a path."""
+
 FORMAT = 1
 """Version of the converted folder; raise it when the conversion changes, old ones are left."""
 

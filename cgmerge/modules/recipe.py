@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from cgmerge.errors import Incompatible, UsageError
-from cgmerge.modules.recipefile import is_recipe_name, read_mapping
+from cgmerge.modules.recipefile import is_recipe_name, located_base, located_ref, read_mapping
 from cgmerge.refs import parse_weighted
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class Recipe:
         force_base: Accept experts of another base fingerprint.
         allow_noop: Accept a result that changes nothing.
         allow_rounding: Accept a model whose float type swallows most of the delta.
-        folder: Where relative references may also be looked up (the recipe's own folder).
+        folder: Of a record: where its references are looked up when the current folder has none.
     """
 
     experts: tuple[ExpertRef, ...]
@@ -86,6 +86,9 @@ def is_recipe(words: list[str]) -> bool:
 def read_recipe(path: Path) -> Recipe:
     """Read a YAML or JSON recipe, or the `cgmerge.json` of an earlier result.
 
+    References in a recipe are relative to it. Those of a record are what was given then, from
+    the folder where that was.
+
     Raises:
         UsageError: Not a recipe, unknown keys, wrong types.
     """
@@ -99,7 +102,8 @@ def read_recipe(path: Path) -> Recipe:
             expected=SCHEMA,
             found=schema,
         )
-    if schema is not None:
+    recorded = schema is not None
+    if recorded:
         raw = {key: value for key, value in raw.items() if key not in _RESULT_KEYS}
     _only_known(raw, _KEYS, str(path))
     experts = _take(raw, "experts", list, path, default=[])
@@ -108,12 +112,13 @@ def read_recipe(path: Path) -> Recipe:
     output = _take(raw, "output", dict, path, default={})
     _only_known(output, _OUTPUT_KEYS, f"{path}: output")
     base, fingerprint = _base(raw, path)
+    refs = [_expert(entry, path, recorded=recorded) for entry in experts]
     rank = output.get("rank")
     return Recipe(
-        experts=tuple(_expert(entry, path) for entry in experts),
+        experts=tuple(refs),
         method=_take(raw, "method", str, path, default="ties"),
         params=_take(raw, "params", dict, path, default={}),
-        base=base,
+        base=base if recorded or base is None else located_base(base, path),
         base_fingerprint=fingerprint,
         form=parse_form(_take(output, "as", str, path, default="adapter")),
         rank=parse_rank("auto" if rank is None else str(rank)),
@@ -121,7 +126,7 @@ def read_recipe(path: Path) -> Recipe:
         force_base=_take(raw, "force_base", bool, path, default=False),
         allow_noop=_take(raw, "allow_noop", bool, path, default=False),
         allow_rounding=_take(output, "allow_rounding", bool, path, default=False),
-        folder=path.parent,
+        folder=path.parent if recorded else None,
     )
 
 
@@ -152,10 +157,9 @@ def parse_form(text: str) -> Literal["adapter", "model"]:
     return cast("Literal['adapter', 'model']", text)
 
 
-def _expert(entry: Any, path: Path) -> ExpertRef:
+def _expert(entry: Any, path: Path, *, recorded: bool) -> ExpertRef:
     if isinstance(entry, str):
-        ref, weight = parse_weighted(entry)
-        return ExpertRef(ref, weight)
+        return ExpertRef(*parse_weighted(entry if recorded else located_ref(entry, path)))
     if not isinstance(entry, dict) or not isinstance(entry.get("ref"), str):
         raise UsageError(
             f"{path}: an expert is a reference or a mapping with `ref`, found {_shown(entry)}",
@@ -168,7 +172,8 @@ def _expert(entry: Any, path: Path) -> ExpertRef:
             f"{path}: weight must be a finite number, found {_shown(weight)}", code="weight"
         )
     digest = _take(entry, "sha256", str, path)
-    return ExpertRef(entry["ref"], None if weight is None else float(weight), digest)
+    ref = entry["ref"] if recorded else located_ref(entry["ref"], path)
+    return ExpertRef(ref, None if weight is None else float(weight), digest)
 
 
 def _is_finite(value: Any) -> bool:

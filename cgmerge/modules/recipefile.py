@@ -1,9 +1,14 @@
-"""Recipe files, whatever they are for: one YAML or JSON mapping, read strictly."""
+"""Recipe files, whatever they are for: one YAML or JSON mapping, read strictly.
+
+Paths in a recipe are relative to the recipe, so that it means the same from every folder.
+"""
 
 from pathlib import Path
 from typing import Any
 
 from cgmerge import strictjson
+from cgmerge.modules.builtin import NAMES
+from cgmerge.refs import expanded
 from cgmerge.tensorfile import read_small
 
 MAX_BYTES = 4 * 1024 * 1024
@@ -32,3 +37,18 @@ def read_mapping(path: Path) -> dict[str, Any]:
     from cgmerge import strictyaml
 
     return strictyaml.loads_mapping(data, source=str(path))
+
+
+def located(name: str, recipe: Path) -> Path:
+    """Return what a path in a recipe means from the current folder."""
+    return recipe.parent / expanded(name)
+
+
+def located_ref(ref: str, recipe: Path) -> str:
+    """Return what a reference in a recipe means from the current folder; `hf://…` stays."""
+    return ref if not ref.strip() or "://" in ref else str(located(ref, recipe))
+
+
+def located_base(ref: str, recipe: Path) -> str:
+    """Return what a base in a recipe means from the current folder; a built-in name stays."""
+    return ref if ref in NAMES else located_ref(ref, recipe)

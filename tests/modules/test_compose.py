@@ -4,15 +4,17 @@ import itertools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import support
 import torch
 from safetensors.torch import load_file
 
-from cgmerge.errors import CgmergeError, Damaged, Incompatible, UsageError
+from cgmerge.errors import CgmergeError, Damaged, Incompatible, NotFound, UsageError
 from cgmerge.modules.compose import describe, make_plan, run_plan
 from cgmerge.modules.recipe import ExpertRef, Recipe, read_recipe
 
@@ -217,6 +219,58 @@ def test_yaml_recipe(experts, monkeypatch):
     run_plan(make_plan(read_recipe(experts / "r.yml")), experts / "out")
     expected = weighted_sum((experts / "E1", 1.0), (experts / "E2", -2.0))
     assert support.relative(support.dense_deltas(experts / "out"), expected) < 1e-6
+
+
+def test_paths_in_a_recipe_are_relative_to_it(experts, models, monkeypatch, tmp_path):
+    """From everywhere the same experts, although other ones of that name lie in between."""
+    place = tmp_path / "place"
+    place.mkdir()
+    shutil.copytree(models / "B", place / "base")
+    shutil.copytree(experts / "E1", place / "one=2")  # a name that ends like a weight
+    shutil.copytree(experts / "E2", place / "two")
+    shutil.copytree(experts / "E2", tmp_path / "one=2")
+    shutil.copytree(experts / "E1", tmp_path / "two")
+    (place / "r.yml").write_text(
+        "base: base\nexperts:\n  - one=2\n  - {ref: ./two, weight: 3}\nmethod: linear\n"
+        "params: {normalize: false}\noutput: {rank: exact}\n"
+    )
+    expected = weighted_sum((experts / "E1", 1.0), (experts / "E2", 3.0))
+    for folder, ref in ((tmp_path, "place/r.yml"), (place, "r.yml"), (experts, place / "r.yml")):
+        monkeypatch.chdir(folder)
+        recipe = read_recipe(Path(ref))
+        assert recipe.base == str(Path(ref).parent / "base")
+        plan = make_plan(recipe)
+        run_plan(plan, tmp_path / "out", overwrite=True)
+        found = support.dense_deltas(tmp_path / "out")
+        assert support.relative(found, expected) < 1e-6
+        beside = Path(ref).parent
+        assert sorted(plan.refs) == [str(beside / "one=2"), str(beside / "two")]
+        # The record says where the experts are from here, and can be composed again.
+        again = make_plan(read_recipe(tmp_path / "out" / "cgmerge.json"))
+        assert (again.refs, again.base.ref) == (plan.refs, plan.base.ref)
+
+
+def test_what_only_the_current_folder_has_is_not_taken(experts, monkeypatch):
+    monkeypatch.chdir(experts)
+    (experts / "deep").mkdir()
+    (experts / "deep" / "r.yml").write_text("experts: [E1]\n")
+    with pytest.raises(NotFound) as caught:
+        make_plan(read_recipe(Path("deep/r.yml")))
+    assert caught.value.message == "no such expert: deep/E1"
+    assert caught.value.hint is None  # and no guess at a repository `deep/E1` on the hub
+
+
+@pytest.mark.parametrize("name", ["tiny", "smollm2-135m", "hf://user/repo", "hf://user/repo@main"])
+def test_names_that_are_no_paths_stay(tmp_path, name):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "r.yml").write_text(
+        f"base: {name}\nexperts: [hf://user/e=0.5, {{ref: hf://user/f}}, tiny]\n"
+    )
+    recipe = read_recipe(tmp_path / "r.yml")
+    assert recipe.base == name
+    assert [(e.ref, e.weight) for e in recipe.experts] == [
+        ("hf://user/e", 0.5), ("hf://user/f", None), (str(tmp_path / "tiny"), None)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,37 @@ class TestRecipe:
         assert second.data == (tmp_path / "a.jsonl", tmp_path / "b.jsonl")
         assert read_recipe(path, {})[0].lr == 1e-4
 
+    def test_paths_are_relative_to_the_recipe(self, tmp_path, monkeypatch):
+        """From every folder; what the current folder has under that name does not count."""
+        (tmp_path / "base").mkdir()
+        (tmp_path / "place").mkdir()
+        _recipe(
+            tmp_path / "place",
+            "base: base\nout: ../out\neval_data: ~/t.jsonl\nskills: {a: a.jsonl, b: /d/b.jsonl}\n",
+        )
+        monkeypatch.setenv("HOME", "/home/someone")
+        for folder, ref in ((tmp_path, "place/skills.yml"), (tmp_path / "place", "skills.yml")):
+            monkeypatch.chdir(folder)
+            first, second = read_recipe(Path(ref), {})
+            beside = Path(ref).parent
+            assert first.base == str(beside / "base")
+            assert (first.data, second.data) == ((beside / "a.jsonl",), (Path("/d/b.jsonl"),))
+            assert first.out == beside / ".." / "out" / "a"
+            assert first.eval_data == (Path("/home/someone/t.jsonl"),)
+
+    @pytest.mark.parametrize("name", ["tiny", "smollm2-135m", "hf://user/repo@main"])
+    def test_names_that_are_no_paths_stay(self, tmp_path, name):
+        (tmp_path / "tiny").mkdir()
+        path = _recipe(tmp_path, f"base: {name}\nout: tiny\nskills: {{a: tiny}}\n")
+        (found,) = read_recipe(path, {})
+        assert (found.base, found.out) == (name, tmp_path / "tiny" / "a")
+        assert found.data == (tmp_path / "tiny",)
+
+    def test_the_command_line_is_relative_to_the_current_folder(self, tmp_path):
+        path = _recipe(tmp_path, "base: base\nout: o\nskills: {a: d}\n")
+        (found,) = read_recipe(path, {"base": "mine", "out": Path("here")})
+        assert (found.base, found.out) == ("mine", Path("here/a"))
+
     def test_list_form_and_names_of_others(self, tmp_path):
         path = _recipe(
             tmp_path,
@@ -184,7 +215,8 @@ class TestRecipe:
     def test_words_and_numbers_as_in_compose_recipes(self, tmp_path):
         text = "base: no\nlr: 1e-4\nweight_decay: .5\nskills: {on: d, 7: e}\nout: o\n"
         first, second = read_recipe(_recipe(tmp_path, text), {})
-        assert (first.base, first.lr, first.weight_decay) == ("no", 1e-4, 0.5)
+        assert (first.base, first.lr) == (str(tmp_path / "no"), 1e-4)
+        assert first.weight_decay == 0.5
         assert (first.skill, second.skill) == ("on", "7")
 
     def test_json_says_the_same_as_yaml(self, tmp_path):

@@ -7,8 +7,9 @@
       reverse: reverse.jsonl   # just the data
       sort: {data: [sort.jsonl, other.jsonl], steps: 300}
 
-Paths are relative to the file. Setting names are those of the command line; the names of peft,
-transformers and axolotl are understood too. Unknown keys are errors.
+Paths are relative to the file; `tiny` and `hf://…` are none. Setting names are those of the
+command line; the names of peft, transformers and axolotl are understood too. Unknown keys are
+errors.
 """
 
 import difflib
@@ -16,9 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cgmerge import fs
 from cgmerge.errors import Damaged, UsageError
-from cgmerge.modules.recipefile import is_recipe_name, read_mapping
+from cgmerge.modules.recipefile import is_recipe_name, located, located_base, read_mapping
 from cgmerge.modules.training.settings import SETTING_NAMES, TrainSettings
 
 ALIASES = {
@@ -74,9 +74,8 @@ def read_recipe(path: Path, overrides: Mapping[str, Any]) -> list[TrainSettings]
         Damaged: Not JSON.
     """
     content = _load(path)
-    folder = fs.absolute(path).parent
-    shared = _settings(content, str(path), folder)
-    entries = _entries(shared.pop("skills", None), path, folder)
+    shared = _settings(content, str(path), path)
+    entries = _entries(shared.pop("skills", None), path)
     names = [name for name, _ in entries]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -101,7 +100,7 @@ def _shared_out(value: Any, path: Path) -> Path:
     return Path(value)
 
 
-def _entries(value: Any, path: Path, folder: Path) -> list[tuple[str, dict[str, Any]]]:
+def _entries(value: Any, path: Path) -> list[tuple[str, dict[str, Any]]]:
     """Normalise `skills`: a mapping name → settings or data, or a list with `skill` keys."""
     if isinstance(value, dict):
         pairs = list(value.items())
@@ -123,13 +122,13 @@ def _entries(value: Any, path: Path, folder: Path) -> list[tuple[str, dict[str, 
         if not isinstance(name, str):
             raise UsageError(f"{path}: a skill has no name", code="recipe", hint="add `skill: …`")
         wrapped = own if isinstance(own, dict) else {"data": own}
-        result.append((name, _settings(wrapped, f"{path}, skill {name!r}", folder)))
+        result.append((name, _settings(wrapped, f"{path}, skill {name!r}", path)))
         if "skills" in result[-1][1]:
             raise UsageError(f"{path}: skill {name!r} holds skills", code="recipe")
     return result
 
 
-def _settings(content: Mapping[str, Any], where: str, folder: Path) -> dict[str, Any]:
+def _settings(content: Mapping[str, Any], where: str, recipe: Path) -> dict[str, Any]:
     """Check keys and types of one level and bring every name and path into our form."""
     result: dict[str, Any] = {}
     for key, value in content.items():
@@ -143,9 +142,11 @@ def _settings(content: Mapping[str, Any], where: str, folder: Path) -> dict[str,
         if name in result:
             value = result[name]
             many = isinstance(value, tuple)
-            result[name] = tuple(folder / item for item in value) if many else folder / value
-    if "base" in result and (folder / result["base"]).is_dir():
-        result["base"] = str(folder / result["base"])
+            result[name] = (
+                tuple(located(item, recipe) for item in value) if many else located(value, recipe)
+            )
+    if "base" in result:
+        result["base"] = located_base(result["base"], recipe)
     return result
 
 
