@@ -1,7 +1,7 @@
 """Score several models on several skills, side by side, and leave no number without its items."""
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -33,14 +33,14 @@ from cgmerge.evals.suite import (
 )
 from cgmerge.evals.summary import summarise
 from cgmerge.evals.targets import BASE_NAME, LoadOptions, Target, ready
-from cgmerge.modules.encoding import end_ids
+from cgmerge.modules.encoding import Encoded, end_ids
 from cgmerge.modules.loading import LoadedBase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROBE = 8
-"""Items on which base and target are compared when the base itself is not evaluated."""
+"""Items that tell nearly every target from the base; all that is compared without the base."""
 
 
 class Progress(Protocol):
@@ -100,7 +100,8 @@ def evaluate_targets(
     Raises:
         UsageError: Nothing to score, two of one name, or an unknown `compare_to`.
         DataError: An empty skill, or targets longer than the model's positions.
-        Incompatible: A target that scores item by item as the base (`same_as_base`).
+        Incompatible: Targets that score item by item as the base (`same_as_base`); all are named,
+            adapters before the work begins.
         Damaged: A model that gives NaN.
     """
     chosen = settings or Settings()
@@ -110,7 +111,9 @@ def evaluate_targets(
     asked = questions(skills)
     run = _Run(loaded, asked, chosen, progress)
     infos = [describe(skill, asked, run.rows) for skill in skills]
+    run.refuse_same(targets)
     measured = [run.measure(target) for target in contenders]
+    run.finish()
     items = tuple(item for _, part in measured for item in part)
     numbers = summarise(items, metric=chosen.metric, compare_to=against, seed=chosen.seed)
     record = Record(
@@ -148,14 +151,52 @@ class _Run:
         self.rows = self.encode(loaded)
         self.warnings: list[str] = []
         self.base_logliks: list[float] = []
-        if not settings.keeps_base:
-            probe = self.rows.encoded[:PROBE]
-            self.base_logliks = _logliks(scoring.score(loaded.model, probe, batch_size=PROBE))
+        self.same: list[Target] = []
 
     def encode(self, model: LoadedBase) -> Rows:
         """Turn the questions into tokens of a model."""
         limit = scoring.position_limit(model.model)
         return encode_questions(self.asked, model.tokenizer, limit)
+
+    def refuse_same(self, targets: Sequence[Target]) -> None:
+        """Refuse, before the work, what scores bit for bit as the base: it is not really there.
+
+        Models take long to load, so that they are compared when their turn comes, or here where
+        an adapter is refused anyway and one message shall name them all.
+        """
+        if self.settings.expects_same:
+            return
+        names = {one.name for one in self._same([one for one in targets if one.model is None])}
+        if names:
+            models = [one for one in targets if one.model is not None]
+            names |= {one.name for one in self._same(models)}
+            self.same = [one for one in targets if one.name in names]
+        self.finish()
+
+    def finish(self) -> None:
+        """Refuse the targets that turned out to be the base."""
+        if self.same:
+            compared = None if self.settings.keeps_base else PROBE
+            raise _same_as_base(self.same, len(self.rows.encoded[:compared]))
+
+    def _same(self, targets: list[Target]) -> list[Target]:
+        """Find those that score as the base; a probe spares most of them the whole comparison."""
+        base = Target.of_base(self.loaded.base)
+        for count in (PROBE, None) if self.settings.keeps_base else (PROBE,):
+            if targets:
+                expected = self._logliks(base, count)
+                targets = [one for one in targets if self._logliks(one, count) == expected]
+        return targets
+
+    def _logliks(self, target: Target, count: int | None) -> list[float]:
+        """Score the first rows out of turn: no progress, no warnings."""
+        with ready(target, self.loaded, self.settings.loading) as model:
+            rows = self.rows if target.model is None else self.encode(model)
+            return _logliks(_score(target, model, rows.encoded[:count], self._batch_size(count)))
+
+    def _batch_size(self, count: int | None) -> int:
+        # Batches decide the last bit, so that a probe is compared with a probe.
+        return self.settings.batch_size if count is None else count
 
     def measure(self, target: Target) -> tuple[TargetInfo, list[Item]]:
         """Score one target on all questions."""
@@ -170,35 +211,25 @@ class _Run:
                     "with its own tokenizer"
                 )
             scores = self._score(target, model, rows)
-            written = self._generate(target, model, rows) if self.settings.generates else None
+            generates = self.settings.generates and not self.same  # else it is refused anyway
+            written = self._generate(target, model, rows) if generates else None
             items = _items(_Answers(target.name, rows, scores, written), self.asked, model)
         self.warnings += _warnings_about(target.name, items)
         return TargetInfo(target.name, target.kind, target.digest, tokenizer), items
 
     def _score(self, target: Target, model: LoadedBase, rows: Rows) -> list[TokenScore]:
         settings = self.settings
-        try:
-            scores = scoring.score(
-                model.model,
-                rows.encoded,
-                batch_size=settings.batch_size,
-                advance=partial(self._advance, target.name),
-            )
-        except Damaged as error:
-            raise Damaged(
-                f"target {target.name}: {error.message}",
-                code="not_finite",
-                hint=error.hint,
-                target=target.name,
-            ) from error
+        advance = partial(self._advance, target.name)
+        scores = _score(target, model, rows.encoded, settings.batch_size, advance)
         if target.kind == "base":
             self.base_logliks = _logliks(scores)
-        elif not settings.expects_same:
-            # Batches decide the last bit, so that a probe is compared with a probe.
-            compared = scores
+        elif target.model is not None and not settings.expects_same:
+            found, expected = _logliks(scores), self.base_logliks
             if not settings.keeps_base:
-                compared = scoring.score(model.model, rows.encoded[:PROBE], batch_size=PROBE)
-            _refuse_same(target, _logliks(compared), self.base_logliks)
+                found = _logliks(_score(target, model, rows.encoded[:PROBE], PROBE))
+                expected = self._logliks(Target.of_base(self.loaded.base), PROBE)
+            if found == expected:
+                self.same.append(target)
         return scores
 
     def _generate(self, target: Target, model: LoadedBase, rows: Rows) -> list[tuple[int, ...]]:
@@ -263,19 +294,43 @@ def _decode(ids: Sequence[tuple[int, ...]], tokenizer: "PreTrainedTokenizerBase"
     return texts
 
 
-def _refuse_same(target: Target, logliks: list[float], reference: list[float]) -> None:
-    """Refuse a target that scores, bit for bit, as the base: it was not really there."""
-    if logliks != reference:
-        return
-    raise Incompatible(
-        f"target {target.name} scores exactly as the base on all {len(logliks)} items "
-        f"(base {reference[0]:.6f}, {target.name} {logliks[0]:.6f} on the first)",
+def _score(
+    target: Target,
+    model: LoadedBase,
+    encoded: Sequence[Encoded],
+    batch_size: int,
+    advance: Callable[[int], None] | None = None,
+) -> list[TokenScore]:
+    """Score rows; a model that gives NaN is named."""
+    try:
+        return scoring.score(model.model, encoded, batch_size=batch_size, advance=advance)
+    except Damaged as error:
+        raise Damaged(
+            f"target {target.name}: {error.message}",
+            code="not_finite",
+            hint=error.hint,
+            target=target.name,
+        ) from error
+
+
+def _same_as_base(same: Sequence[Target], count: int) -> Incompatible:
+    """Say which targets score, bit for bit, as the base."""
+    names = [target.name for target in same]
+    several = len(same) > 1
+    return Incompatible(
+        f"{'targets' if several else 'target'} {', '.join(names)} "
+        f"{'score' if several else 'scores'} exactly as the base on all {count} items",
         code="same_as_base",
-        hint="the adapter changes nothing, or is not what you meant; --expect-same allows it",
-        target=target.name,
-        digest=target.digest,
+        hint=(
+            "such an adapter changes nothing, or is not what you meant: leave "
+            f"{'them' if several else 'it'} out, or accept {'them' if several else 'it'} "
+            "with --expect-same"
+        ),
+        target=names[0],
+        digest=same[0].digest,
+        targets=names,
         expected="log-likelihoods that differ on at least one item",
-        found=f"{len(logliks)} equal ones",
+        found=f"{count} equal ones",
     )
 
 

@@ -249,6 +249,23 @@ def test_errors_as_json(run):
     assert run("experts/idle", *BOTH, "--expect-same", "-q")[0] == 0
 
 
+def test_all_targets_that_are_the_base_are_named_and_nothing_is_written(run, tmp_path):
+    out = tmp_path / "r.json"
+    words = ("experts/soft", "experts/idle", "lazy=experts/idle", *BOTH)
+    code, stdout, stderr = run(*words, "-o", str(out))
+    assert (code, stdout) == (3, "")
+    assert "error: targets idle, lazy score exactly as the base on all 44 items" in stderr
+    assert "--expect-same" in stderr
+    assert list(tmp_path.iterdir()) == []
+    code, _, stderr = run(*words, "--json")
+    assert code == 3
+    assert json.loads(stderr.strip().splitlines()[-1])["targets"] == ["idle", "lazy"]
+    assert run(*words, "-o", str(out), "--expect-same", "-q")[0] == 0
+    assert [one.name for one in load_record(out).record.targets] == [
+        "base", "soft", "idle", "lazy"
+    ]  # fmt: skip
+
+
 def test_data_takes_several_words(run):
     code, stdout, _ = run(
         "experts/soft", "--base", "mine", "--data", "copy.jsonl", "r=reverse.jsonl", "--json"

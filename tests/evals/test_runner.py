@@ -211,6 +211,71 @@ def test_an_adapter_without_effect_is_refused(shelf, loaded, skills, keeps_base)
     evaluate_targets(loaded, open_all(shelf, loaded, "one"), skills, settings)
 
 
+@pytest.mark.parametrize("keeps_base", [True, False])
+def test_every_target_that_is_the_base_is_named_before_the_work(
+    shelf, loaded, skills, monkeypatch, keeps_base
+):
+    opened = open_all(shelf, loaded, "one", "idle", "mine", "two")
+    twin = Target.of_deltas("twin", opened[1].deltas, "d" * 64)
+    done, generated = [], []
+    monkeypatch.setattr(scoring, "generate", lambda *_, **__: generated.append(1))
+    with pytest.raises(Incompatible) as caught:
+        evaluate_targets(
+            loaded,
+            [*opened, twin],
+            skills,
+            Settings(keeps_base=keeps_base, generates=True),
+            progress=lambda count, *, note="": done.append((count, note)),
+        )
+    count = 48 if keeps_base else PROBE
+    assert caught.value.message == (
+        f"targets idle, mine, twin score exactly as the base on all {count} items"
+    )
+    assert "leave them out, or accept them with --expect-same" in caught.value.hint
+    assert caught.value.details["targets"] == ["idle", "mine", "twin"]
+    assert caught.value.details["target"] == "idle"
+    assert (done, generated) == ([], [])
+
+
+def test_models_that_are_the_base_are_named_together(shelf, loaded, skills, monkeypatch):
+    """They are found when their turn comes, and nothing is generated for what is lost."""
+    generated = []
+    plain = scoring.generate
+
+    def spy(model, rows, **options):
+        generated.append(len(rows))
+        return plain(model, rows, **options)
+
+    monkeypatch.setattr(scoring, "generate", spy)
+    targets = [*open_all(shelf, loaded, "one"), *open_all(shelf, loaded, "mine")]
+    targets += [replace(targets[1], name="again"), *open_all(shelf, loaded, "two")]
+    with pytest.raises(Incompatible) as caught:
+        evaluate_targets(loaded, targets, skills, Settings(generates=True))
+    assert caught.value.details["targets"] == ["mine", "again"]
+    assert generated == [48, 48]  # base and `one`
+    with pytest.raises(Incompatible, match=f"mine, again score .* all {PROBE} items"):
+        evaluate_targets(loaded, targets, skills, Settings(keeps_base=False))
+
+
+def test_an_adapter_that_differs_late_is_no_base(shelf, loaded, skills, monkeypatch):
+    """Equal on the probe, and on all items but one."""
+    plain = scoring.score
+    targets = open_all(shelf, loaded, "one")
+    base = [item.loglik for item in evaluate_targets(loaded, [], skills).items]
+
+    def almost(model, rows, **options):
+        scores = plain(model, rows, **options)
+        last = len(base) - 1
+        return [one if i == last else replace(one, loglik=base[i]) for i, one in enumerate(scores)]
+
+    monkeypatch.setattr(scoring, "score", almost)
+    found = evaluate_targets(loaded, targets, skills)
+    assert logliks(found, "one")[:-1] == base[:-1]
+    assert logliks(found, "one")[-1] != base[-1]
+    with pytest.raises(Incompatible, match=f"all {PROBE} items"):
+        evaluate_targets(loaded, targets, skills, Settings(keeps_base=False))
+
+
 def test_without_base_nothing_is_compared(shelf, loaded, skills):
     found = evaluate_targets(
         loaded, open_all(shelf, loaded, "one", "two"), skills, Settings(keeps_base=False)
