@@ -155,7 +155,7 @@ def _show_plan(plan: "Plan", output: Output) -> None:
         )
     for name, value in asdict(rule.params).items():
         output.detail("means", f"{name}={value}: {_doc(rule.spec.params, name)}")
-    output.detail("formula", rule.spec.formula)
+    output.detail("formula", rule.spec.about.formula)
     output.detail("memory", f"about {plan.peak_bytes / 1e6:.0f} MB above start")
     for warning in plan.warnings:
         output.warn(warning)

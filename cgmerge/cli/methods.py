@@ -24,8 +24,8 @@ def methods(
     specs = all_methods() if name is None else [get_method(name)[0]]
     described = [_describe(spec) for spec in specs]
     if name is None:
-        rows = [[spec.name, "yes" if spec.linear else "no", spec.summary] for spec in specs]
-        output.table(["method", "linear", "what it does"], rows)
+        rows = [[s.name, "yes" if s.low_rank else "no", s.summary] for s in specs]
+        output.table(["method", "low rank", "what it does"], rows)
         output.hint("explain one: cgmerge methods ties")
     else:
         output.text(_page(specs[0]))
@@ -39,14 +39,16 @@ def _describe(spec: "MethodSpec") -> dict[str, Any]:
         "name": spec.name,
         "aliases": sorted(spec.aliases),
         "summary": spec.summary,
-        "formula": spec.formula,
+        "formula": spec.about.formula,
         "linear": spec.linear,
-        "scope": spec.scope,
+        "kind": spec.kind,
+        "low_rank": spec.low_rank,
+        "scope": spec.traits.scope,
         "needs": list(spec.needs),
         "params": [_describe_param(item) for item in dataclasses.fields(spec.params)],
-        "paper": spec.paper,
-        "differs": spec.differs,
-        "use_when": spec.use_when,
+        "paper": spec.about.paper,
+        "differs": spec.about.differs,
+        "use_when": spec.about.use_when,
     }
 
 
@@ -63,7 +65,7 @@ def _describe_param(item: "dataclasses.Field[Any]") -> dict[str, Any]:
 
 
 def _page(spec: "MethodSpec") -> str:
-    lines = [f"{spec.name}: {spec.summary}", "", f"  {spec.formula}", "", "parameters"]
+    lines = [f"{spec.name}: {spec.summary}", "", f"  {spec.about.formula}", "", "parameters"]
     for item in dataclasses.fields(spec.params):
         described = _describe_param(item)
         allowed = ""
@@ -72,20 +74,27 @@ def _page(spec: "MethodSpec") -> str:
         elif described["high"] is not None:
             allowed = f" ({described['low']} … {described['high']})"
         lines.append(f"  --set {item.name}={item.default}{allowed}: {described['doc']}")
-    cost = (
-        "stays in low-rank factors; exact at --rank exact"
-        if spec.linear
-        else "streams the dense deltas in row blocks; back to rank r by SVD, error reported"
-    )
-    lines += ["", f"cost      {cost}", f"needs     {', '.join(spec.needs) or 'the experts only'}"]
+    lines += [
+        "",
+        f"cost      {_COST[spec.kind]}",
+        f"needs     {', '.join(spec.needs) or 'the experts only'}",
+    ]
     if spec.aliases:
         names = [
             f"{a} ({', '.join(f'{k}={v}' for k, v in f.items())})" for a, f in spec.aliases.items()
         ]
         lines.append(f"also as   {'; '.join(names)}")
     lines += [
-        f"use when  {spec.use_when}",
-        f"paper     {spec.paper}",
-        f"differs   {spec.differs}",
+        f"use when  {spec.about.use_when}",
+        f"paper     {spec.about.paper}",
+        f"differs   {spec.about.differs}",
     ]
     return "\n".join(lines)
+
+
+_COST = {
+    "linear": "stays in low-rank factors; exact at --rank exact",
+    "gram": "stays in low-rank factors, one coefficient per expert and module",
+    "matrix": "small matrices of the experts' common space; exact at --rank exact",
+    "entry": "streams the dense deltas in row blocks; back to rank r by SVD, error reported",
+}

@@ -40,15 +40,19 @@ def merge_state_dicts(
     *,
     weights: Sequence[float | None] | None = None,
     params: Mapping[str, Any] | None = None,
+    ids: Sequence[str] | None = None,
+    stats: Sequence[Mapping[str, Tensor]] | None = None,
 ) -> dict[str, Tensor]:
     """Merge plain task vectors with any registered method.
 
     Args:
-        method: Name or alias, see `all_methods`.
+        method: Name or alias, see `all_methods`; `core+NAME` or `knots+NAME` for a space.
         deltas: One mapping per expert, name to ΔW (any shape, floating point); not modified.
             A name that an expert lacks counts as zero for it.
         weights: One per expert; None takes the method's default.
         params: Parameters of the method, e.g. `{"density": 0.2, "scale": 1.0}`.
+        ids: What each expert is called, for methods that draw random numbers; default its position.
+        stats: For methods that need them: one mapping per expert, name to Gram or Fisher.
 
     Returns:
         Name to merged delta, names sorted, each in the (promoted) dtype and shape of its inputs.
@@ -68,7 +72,7 @@ def merge_state_dicts(
     kinds = _check(deltas)
     double = any(dtype == torch.float64 for _, dtype in kinds.values())
     compute = torch.float64 if double else torch.float32
-    merger = Merger(rule, deltas, compute)
+    merger = Merger(rule, deltas, compute, ids=ids, stats=stats)
     return {
         name: merger.dense(name).reshape(kinds[name][0]).to(kinds[name][1]) for name in merger.names
     }

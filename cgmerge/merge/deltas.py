@@ -108,6 +108,8 @@ class Block:
         name: Tensor the entries belong to.
         start: Flat index of the first entry within the whole task vector (names sorted,
             row-major), so that rules such as "lowest index first" do not depend on blocks.
+        offset: Flat index of the first entry within its tensor.
+        ids: What each expert is called.
         values: [experts, rows, columns], float32 or float64; may be written to, and is valid
             until the next block is read.
     """
@@ -115,6 +117,8 @@ class Block:
     name: str
     start: int
     values: Float[Tensor, "experts rows columns"]
+    offset: int = 0
+    ids: tuple[str, ...] = ()
 
 
 class Blocks:
@@ -125,6 +129,7 @@ class Blocks:
         names: Which names to stream; default the sorted union. Positions (`Block.start`) always
             count over the sorted union.
         dtype: What blocks are computed in: float32, or float64 for float64 inputs.
+        ids: What each expert is called; default its position.
     """
 
     def __init__(
@@ -133,8 +138,10 @@ class Blocks:
         *,
         names: Sequence[str] | None = None,
         dtype: torch.dtype = torch.float32,
+        ids: Sequence[str] | None = None,
     ) -> None:
         self.experts = experts
+        self.ids = tuple(map(str, range(len(experts)))) if ids is None else tuple(ids)
         self.dtype = dtype
         self.all_names = sorted(set().union(*[set(expert) for expert in experts]))
         self.names = self.all_names if names is None else list(names)
@@ -190,9 +197,24 @@ class Blocks:
             if start < offset + rows * columns:
                 first = (start - offset) // columns
                 last = min(first + self._step(columns), rows)
-                return Block(name, start, self._reader(name)(first, last))
+                values = self._reader(name)(first, last)
+                return Block(name, start, values, first * columns, self.ids)
             offset += rows * columns
         raise IndexError(start)
+
+    def gram(self, name: str) -> Float[Tensor, "experts experts"]:
+        """Return the inner products ⟨ΔW_i, ΔW_j⟩ of one module, float64, without dense deltas."""
+        deltas = self.fetch(name)
+        if all(delta is None or isinstance(delta, LowRank) for delta in deltas):
+            gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
+            for i, x in enumerate(deltas):
+                for j, y in enumerate(deltas[: i + 1]):
+                    if isinstance(x, LowRank) and isinstance(y, LowRank):
+                        gram[i, j] = gram[j, i] = inner(x, y)
+            return gram
+        rows = [block.values.flatten(1).double() for block in self.only(name)]
+        start = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
+        return sum((row @ row.T for row in rows), start=start)
 
     def fetch(self, name: str) -> list[LowRank | Tensor | None]:
         """Return one module of every expert, None where absent (may read from disk)."""
@@ -202,7 +224,8 @@ class Blocks:
         rows, columns = self.shapes[name]
         read, step = self._reader(name), self._step(columns)
         for first in range(0, rows, step):
-            yield Block(name, start + first * columns, read(first, min(first + step, rows)))
+            values = read(first, min(first + step, rows))
+            yield Block(name, start + first * columns, values, first * columns, self.ids)
 
     def _step(self, columns: int) -> int:
         """Rows per block; depends on nothing but shapes, so that results do not either."""

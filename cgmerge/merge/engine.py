@@ -1,7 +1,8 @@
 """Run a method over all modules: factors in, factors or dense deltas out, one module at a time.
 
-Peak memory is one module's dense delta (none at all for linear methods) plus one block of rows of
-all experts, whatever the size of the model.
+Peak memory is one module's dense delta (none at all for methods that stay in factors) plus one
+block of rows of all experts, whatever the size of the model. Matrix rules on plain tensors hold
+one module of every expert in float64.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,12 +19,14 @@ from cgmerge.errors import UsageError
 from cgmerge.merge.deltas import Block, Blocks, LowRank, sizes_of, stack
 from cgmerge.merge.lowrank import OVERSAMPLE, Truncated, truncate, truncate_dense
 from cgmerge.merge.registry import MethodSpec, Params, get_method
+from cgmerge.merge.spaces import SPACES, Projected, Space, SpaceExperts, project
 
 AUTO_RANK_LIMIT = 64
 """`auto` never goes beyond this rank unless an expert does: servers load 64 without options."""
 
 RankRule = int | Literal["exact", "auto"]
 LowRankExpert = Mapping[str, LowRank]
+Statistics = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +37,23 @@ class Rule:
         spec: The method.
         params: Its parameters, of the type `spec.params`.
         weights: One per expert, in the order of the experts.
+        space: The space it runs in, or "" for the deltas as they are.
     """
 
     spec: MethodSpec
     params: Params
     weights: tuple[float, ...]
+    space: Space | Literal[""] = ""
+
+    @property
+    def name(self) -> str:
+        """Return what users type, e.g. `ties` or `core+ties`."""
+        return f"{self.space}+{self.spec.name}" if self.space else self.spec.name
+
+    @property
+    def low_rank(self) -> bool:
+        """Whether merging LoRA experts gives a delta of rank at most the sum of their ranks."""
+        return bool(self.space) or self.spec.low_rank
 
 
 def make_rule(
@@ -50,18 +65,49 @@ def make_rule(
 ) -> Rule:
     """Look a method up and check its parameters and weights.
 
+    Args:
+        name: A method, or `SPACE+METHOD`.
+        experts: How many there are.
+        weights: One per expert; None takes the method's default.
+        params: Name to value; strings are read.
+
     Raises:
-        UsageError: Unknown method or parameter, value out of range, wrong weights, no expert.
+        UsageError: Unknown method, space or parameter, value out of range, wrong weights, too few
+            or too many experts.
     """
     if experts < 1:
         raise UsageError("no expert was given", code="experts")
-    spec, fixed = get_method(name)
+    space, rest = _split_space(name)
+    spec, fixed = get_method(rest)
+    if space and spec.traits.stats:
+        raise UsageError(
+            f"`{spec.name}` uses statistics of the inputs, which `{space}` does not have",
+            code="method",
+            hint=f"use `{spec.name}` alone",
+        )
     given = dict(params or {})
     for key, value in fixed.items():
         if key in given and given[key] != value:
             raise UsageError(f"`{name}` is `{spec.name}` with {key}={value}", code="parameter")
     made = spec.make_params({**given, **fixed})
-    return Rule(spec, made, tuple(spec.resolve_weights(weights, experts)))
+    spec.check_count(experts)
+    return Rule(spec, made, tuple(spec.resolve_weights(weights, experts)), space)
+
+
+def _split_space(name: str) -> tuple[Space | Literal[""], str]:
+    prefix, plus, rest = name.partition("+")
+    if not plus:
+        return "", name
+    for space in SPACES:
+        if prefix == space:
+            return space, rest
+    raise UsageError(
+        f"unknown space `{prefix}` in `{name}`",
+        code="method",
+        hint=f"spaces: {', '.join(SPACES)}; for example core+{rest}",
+        found=prefix,
+        expected=list(SPACES),
+    )
 
 
 @contextmanager
@@ -84,6 +130,12 @@ class Merger:
         experts: One mapping per expert, module name to factors (or plain tensors of any shape);
             modules may differ (absent is zero) and so may ranks.
         dtype: What is computed in: float32, or float64 for float64 inputs.
+        ids: What each expert is called; random methods draw the same for the same name, whatever
+            the order. Default: the position.
+        stats: For methods that need statistics, one mapping per expert, module to tensor.
+
+    Raises:
+        UsageError: The method needs statistics and there are none.
     """
 
     def __init__(
@@ -91,14 +143,29 @@ class Merger:
         rule: Rule,
         experts: Sequence[Mapping[str, LowRank | Tensor]],
         dtype: torch.dtype = torch.float32,
+        *,
+        ids: Sequence[str] | None = None,
+        stats: Sequence[Statistics] | None = None,
     ) -> None:
         self.rule = rule
-        self.blocks = Blocks(experts, dtype=dtype)
+        self.experts = experts
+        self.dtype = dtype
+        self.stats = stats
+        if rule.spec.traits.stats and stats is None:
+            raise UsageError(
+                f"method `{rule.spec.name}` needs {rule.spec.traits.stats} statistics of every"
+                " expert, found none",
+                code="stats",
+                hint="compute them with `cgmerge stats EXPERT --base BASE --data FILE`",
+            )
+        self.space = SpaceExperts(experts, rule.space) if rule.space else None
+        seen = self.space.views if self.space else experts
+        self.blocks = Blocks(seen, dtype=dtype, ids=ids)
 
     @property
     def names(self) -> list[str]:
         """Return the modules that any expert touches, sorted."""
-        return self.blocks.names
+        return self.blocks.all_names
 
     @cached_property
     def state(self) -> Mapping[str, Any]:
@@ -112,13 +179,12 @@ class Merger:
 
     def dense(self, name: str) -> Float[Tensor, "out in"]:
         """Return one module's merged delta, with no truncation at all (tensors: as a matrix)."""
-        spec, rule = self.rule.spec, self.rule
-        if spec.linear:
-            factors = torch.tensor(_coefficients(rule), dtype=self.blocks.dtype)
-            return self._assemble(name, lambda block: _weighted_sum(block.values, factors))
-        kernel, known = spec.kernel, self.state.get(name)
-        assert kernel is not None
-        return self._assemble(name, lambda block: kernel(block, rule.weights, rule.params, known))
+        if self.space is not None:
+            merged = self._merged(name)
+            with one_thread():
+                projected = self.space.of(name)
+                return merged if projected is None else projected.lift(merged).to(self.dtype)
+        return self._merged(name)
 
     def factors(self, name: str, rank: int) -> Truncated:
         """Return one module's merged delta at rank at most `rank`, and the error of that.
@@ -127,22 +193,78 @@ class Merger:
             name: A module that every expert holds as `LowRank` or not at all.
             rank: From `plan_rank`.
         """
-        present = self.blocks.fetch(name)
-        kept = [(d, i) for i, d in enumerate(present) if isinstance(d, LowRank)]
-        deltas = [delta for delta, _ in kept]
-        if self.rule.spec.linear:
-            coefficients = _coefficients(self.rule)
+        deltas = [expert.get(name, None) for expert in self.experts]
+        kept = [(d, i) for i, d in enumerate(deltas) if isinstance(d, LowRank)]
+        present = [delta for delta, _ in kept]
+        if self.space is not None:
+            merged = self._merged(name)
             with one_thread():
-                return truncate(stack(deltas, [coefficients[i] for _, i in kept]), rank)
-        matrix = self.dense(name)
+                projected = self.space.of(name)
+                assert projected is not None
+                return truncate(_cast(projected.factors(merged), self.dtype), rank)
+        spec = self.rule.spec
+        with one_thread():
+            if spec.kind in ("linear", "gram"):
+                coefficients = self._coefficients(name)
+                return truncate(stack(present, [coefficients[i] for _, i in kept]), rank)
+            if spec.low_rank:
+                projected, merged = self._matrix(name)
+                return truncate(_cast(projected.factors(merged), self.dtype), rank)
+        matrix = self._merged(name)
         with one_thread():
             # The sum of the experts spans nearly the same directions and is cheap to decompose.
-            total = stack(deltas, [self.rule.weights[i] for _, i in kept])
+            total = stack(present, [self.rule.weights[i] for _, i in kept])
             return truncate_dense(matrix, rank, truncate(total, rank + OVERSAMPLE).delta.a)
+
+    def _merged(self, name: str) -> Tensor:
+        """Apply the rule to one module as the blocks show it."""
+        spec, rule = self.rule.spec, self.rule
+        if spec.kind == "matrix":
+            with one_thread():
+                if self._is_vector(name):
+                    mean = [rule.params.scale * w / len(rule.weights) for w in rule.weights]
+                    return self._combine(name, mean)
+                projected, merged = self._matrix(name)
+                return projected.lift(merged).to(self.dtype)
+        if spec.kind in ("linear", "gram"):
+            return self._combine(name, self._coefficients(name))
+        known, scale = self.state.get(name), rule.params.scale
+
+        def kernel(block: Block) -> Tensor:
+            merged: Tensor = spec.function(block, rule.weights, rule.params, known)
+            return merged if scale == 1.0 else merged.mul_(scale)
+
+        return self._assemble(name, kernel)
+
+    def _matrix(self, name: str) -> tuple[Projected, Tensor]:
+        """Run a matrix rule in the smallest space that holds its result."""
+        spec, rule = self.rule.spec, self.rule
+        projected = project(self.blocks.fetch(name), spec.traits.sides)
+        known = None
+        if self.stats is not None:
+            known = [one.get(name, None) for one in self.stats]
+        merged = spec.function(projected.matrices, rule.weights, rule.params, known)
+        return projected, merged * rule.params.scale
+
+    def _coefficients(self, name: str) -> list[float]:
+        spec, rule = self.rule.spec, self.rule
+        if spec.kind == "linear":
+            found = spec.function(rule.weights, rule.params)
+        else:
+            with one_thread():
+                found = spec.function(self.blocks.gram(name), rule.weights, rule.params)
+        return [rule.params.scale * float(value) for value in found]
+
+    def _is_vector(self, name: str) -> bool:
+        return any(isinstance(d, Tensor) and d.ndim < 2 for d in self.blocks.fetch(name))
+
+    def _combine(self, name: str, coefficients: list[float]) -> Tensor:
+        factors = torch.tensor(coefficients, dtype=self.dtype)
+        return self._assemble(name, lambda block: _weighted_sum(block.values, factors))
 
     def _assemble(self, name: str, merge: Callable[[Block], Tensor]) -> Tensor:
         with one_thread():
-            merged = torch.empty(self.blocks.shapes[name], dtype=self.blocks.dtype)
+            merged = torch.empty(self.blocks.shapes[name], dtype=self.dtype)
             row = 0
             for block in self.blocks.only(name):
                 count = block.values.shape[1]
@@ -157,21 +279,21 @@ def plan_rank(rule: Rule, experts: Sequence[LowRankExpert], rank: RankRule) -> i
     Args:
         rule: From `make_rule`.
         experts: One mapping per expert.
-        rank: A number; `exact`: large enough to lose nothing (linear methods only); `auto`: the
-            sum of the experts' ranks, at most 64 or the largest expert's rank.
+        rank: A number; `exact`: large enough to lose nothing (methods whose result has low rank);
+            `auto`: the sum of the experts' ranks, at most 64 or the largest expert's rank.
 
     Raises:
-        UsageError: `exact` for a method that is not linear, or a rank below 1.
+        UsageError: `exact` for a method whose result has full rank, or a rank below 1.
     """
     if isinstance(rank, int):
         if rank < 1:
             raise UsageError(f"the rank must be at least 1, found {rank}", code="rank")
         return rank
-    if rank == "exact" and not rule.spec.linear:
+    if rank == "exact" and not rule.low_rank:
         raise UsageError(
-            f"`{rule.spec.name}` is not linear, so no adapter of small rank holds it exactly",
+            f"`{rule.name}` works entry by entry, so no adapter of small rank holds it exactly",
             code="rank",
-            hint="give a rank (the error is measured), or --as model to keep everything",
+            hint=f"give a rank (the error is measured), `core+{rule.spec.name}`, or --as model",
         )
     totals: dict[str, int] = {}
     limits: dict[str, int] = {}
@@ -185,9 +307,8 @@ def plan_rank(rule: Rule, experts: Sequence[LowRankExpert], rank: RankRule) -> i
     return needed if rank == "exact" else min(needed, max(AUTO_RANK_LIMIT, largest))
 
 
-def _coefficients(rule: Rule) -> list[float]:
-    assert rule.spec.coefficients is not None
-    return rule.spec.coefficients(rule.weights, rule.params)
+def _cast(delta: LowRank, dtype: torch.dtype) -> LowRank:
+    return LowRank(delta.a.to(dtype), delta.b.to(dtype))
 
 
 def _weighted_sum(values: Tensor, factors: Tensor) -> Tensor:

@@ -71,6 +71,11 @@ class Plan:
         }
 
     @property
+    def ids(self) -> list[str]:
+        """Return what random methods know the experts by: their content."""
+        return [expert.digest for expert in self.experts]
+
+    @property
     def entries(self) -> int:
         """Return the number of adapted weight entries."""
         return sum(out * into for out, into in self.sizes.values())
@@ -82,7 +87,7 @@ class Plan:
 
         largest = max(out * into for out, into in self.sizes.values())
         adapter = sum((out + into) * self.rank * 4 for out, into in self.sizes.values())
-        dense = 0 if self.rule.spec.linear and self.recipe.form == "adapter" else 3 * largest * 4
+        dense = 0 if self.rule.low_rank and self.recipe.form == "adapter" else 3 * largest * 4
         return adapter + dense + 16 * BLOCK_ENTRIES + self._shard_bytes()
 
     def _shard_bytes(self) -> int:
@@ -195,7 +200,7 @@ def describe(composed: Composed) -> dict[str, Any]:
     params = asdict(plan.rule.params)
     scale = params.pop("scale")
     return {
-        "method": plan.rule.spec.name,
+        "method": plan.rule.name,
         "params": params,
         "scale": scale,
         "experts": [experts_record(plan)[i] for i in plan.given],
@@ -298,7 +303,7 @@ def _plan_warnings(plan: Plan) -> list[str]:
     if plan.recipe.force_base:
         warnings.append("--force-base: base fingerprints were not enforced")
     unit = set(plan.rule.weights)
-    if not plan.rule.spec.linear and len(plan.experts) == 1 and unit != {1.0}:
+    if plan.rule.spec.kind == "entry" and len(plan.experts) == 1 and unit != {1.0}:
         warnings.append(
             f"weights of `{plan.rule.spec.name}` are relative: for one expert they change nothing;"
             " use --scale"
@@ -313,7 +318,7 @@ def _write_merged_adapter(
 
     from cgmerge.merge import LowRank, Merger, pad_rank
 
-    merger = Merger(plan.rule, plan.deltas)
+    merger = Merger(plan.rule, plan.deltas, ids=plan.ids)
     dtype = _adapter_dtype(plan.recipe.dtype)
     factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     modules: dict[str, ModuleReport] = {}

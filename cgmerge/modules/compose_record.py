@@ -81,7 +81,7 @@ def _model_card(composed: "Composed") -> str:
             for entry in experts_record(plan)
         ],
         "",
-        f"Formula: {plan.rule.spec.formula}",
+        f"Formula: {plan.rule.spec.about.formula}",
         "",
     ]
     if plan.rank:

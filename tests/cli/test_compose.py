@@ -72,7 +72,7 @@ def test_references(attack, ref):
         ([*ONE, "--rank", "²"], 2, "whole number"),
         ([*ONE, "--rank", "99999999"], 2, "99,999,999; the limit is 1,024"),
         ([*ONE, "--rank", "9" * 5000], 2, "whole number"),
-        ([*TWO, "--rank", "exact"], 2, "not linear"),
+        ([*TWO, "--rank", "exact"], 2, "entry by entry"),
         ([*ONE, "--scale", "nan"], 2, "found nan"),
         ([*ONE, "--scale", "1e300"], 3, "overflows float32"),
         ([*TWO, "--scale", "1e300"], 3, "overflows float32"),

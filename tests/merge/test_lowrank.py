@@ -129,5 +129,5 @@ def test_rank_rules():
     big = [{"m": random_delta(200, 200, 40, s)} for s in range(3)]
     assert plan_rank(make_rule("linear", 3), big, "exact") == 120
     assert plan_rank(make_rule("linear", 3), big, "auto") == 64
-    with pytest.raises(UsageError, match="not linear"):
+    with pytest.raises(UsageError, match="entry by entry"):
         plan_rank(make_rule("ties", 2), [one, two], "exact")

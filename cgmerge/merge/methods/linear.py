@@ -8,7 +8,7 @@ of their deltas. Weights are used as they are: they need not sum to 1 and may be
 from dataclasses import dataclass
 
 from cgmerge.errors import UsageError
-from cgmerge.merge.registry import About, Params, Weights, method, param
+from cgmerge.merge.registry import About, Params, Traits, Weights, method, param
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +20,7 @@ class LinearParams(Params):
 
 @method(
     "linear",
+    "linear",
     params=LinearParams,
     about=About(
         formula="ΔW = scale · Σ w_e ΔW_e   (no weights given: w_e = 1/experts)",
@@ -27,12 +28,11 @@ class LinearParams(Params):
         differs="soups average whole weights; on deltas the base cancels: the result is the same",
         use_when="experts do similar things, or as the safe first try",
     ),
-    linear=True,
-    default_weight="mean",
+    traits=Traits(default_weight="mean", identity={}),
     aliases={"average": {"normalize": True}},
 )
 def coefficients(weights: Weights, p: LinearParams) -> list[float]:
-    """Return scale·w_e, divided by Σ w with `normalize`.
+    """Return w_e, divided by Σ w with `normalize`.
 
     Args:
         weights: One per expert.
@@ -52,4 +52,4 @@ def coefficients(weights: Weights, p: LinearParams) -> list[float]:
             code="weights",
             hint="leave out normalize, or use task-arithmetic",
         )
-    return [p.scale * weight / total for weight in weights]
+    return [weight / total for weight in weights]

@@ -17,23 +17,23 @@ class TaskArithmeticParams(Params):
 
 @method(
     "task-arithmetic",
+    "linear",
     params=TaskArithmeticParams,
     about=About(
         formula="ΔW = scale · Σ w_e ΔW_e   (no weights given: w_e = 1)",
         paper="Editing Models with Task Arithmetic (arXiv:2212.04089)",
         use_when="always try it first, with the scale tuned; to forget a skill; for analogies",
     ),
-    linear=True,
 )
-def coefficients(weights: Weights, p: TaskArithmeticParams) -> list[float]:
-    """Return scale·w_e.
+def coefficients(weights: Weights, _p: TaskArithmeticParams) -> list[float]:
+    """Return the weights; the engine applies the scale.
 
     Args:
         weights: One per expert; negative ones forget.
-        p: See `TaskArithmeticParams`.
+        _p: See `TaskArithmeticParams`.
 
     Example:
-        >>> coefficients([1.0, -1.0], TaskArithmeticParams(scale=0.5))
-        [0.5, -0.5]
+        >>> coefficients([1.0, -1.0], TaskArithmeticParams())
+        [1.0, -1.0]
     """
-    return [p.scale * weight for weight in weights]
+    return list(weights)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cgmerge.merge.deltas import Block, Blocks
-from cgmerge.merge.registry import About, Params, Weights, method, param
+from cgmerge.merge.registry import About, Params, Traits, Weights, method, param
 from cgmerge.merge.signs import disjoint_mean_, elect
 from cgmerge.merge.sparsify import Cut, top_k_cuts, trim_
 
@@ -56,6 +56,7 @@ def prepare(blocks: Blocks, weights: Weights, p: TiesParams) -> dict[str, TiesSt
 
 @method(
     "ties",
+    "entry",
     params=TiesParams,
     about=About(
         formula="γ = sign(Σ w_e trim(ΔW_e)),  ΔW = scale · mean of w_e trim(ΔW_e) with sign γ",
@@ -68,17 +69,16 @@ def prepare(blocks: Blocks, weights: Weights, p: TiesParams) -> dict[str, TiesSt
         ),
         use_when="several experts whose skills interfere; keeps more of the base than a sum",
     ),
-    scope="model",
+    traits=Traits(scope="model", identity={"density": 1.0}),
     prepare=prepare,
-    identity={"density": 1.0},
 )
-def ties(block: Block, weights: Weights, p: TiesParams, state: TiesState) -> Tensor:
+def ties(block: Block, weights: Weights, _p: TiesParams, state: TiesState) -> Tensor:
     """Merge one block.
 
     Args:
         block: Values [experts, rows, columns]; overwritten.
         weights: One per expert. They are relative: a common factor changes nothing.
-        p: See `TiesParams`.
+        _p: See `TiesParams`.
         state: From `prepare`.
 
     Returns:
@@ -89,8 +89,7 @@ def ties(block: Block, weights: Weights, p: TiesParams, state: TiesState) -> Ten
     if state.tie_sign:
         voted = (values != 0).any(dim=0)
         signs = torch.where((signs == 0) & voted, state.tie_sign, signs)
-    merged = disjoint_mean_(values, [abs(weight) for weight in weights], signs)
-    return merged if p.scale == 1.0 else merged.mul_(p.scale)
+    return disjoint_mean_(values, [abs(weight) for weight in weights], signs)
 
 
 def _trimmed(block: Block, weights: Weights, cuts: list[Cut]) -> Tensor:

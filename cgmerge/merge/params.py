@@ -1,0 +1,146 @@
+"""Parameters of merge methods: declared once, checked, and read from text as typed by users."""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from cgmerge.errors import UsageError
+
+P = TypeVar("P", bound="Params")
+
+
+def param(
+    default: Any,
+    doc: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    hint: str | None = None,
+) -> Any:
+    """Declare one parameter of a method.
+
+    Args:
+        default: The value when nothing is said.
+        doc: One line for the help page.
+        low: Smallest allowed value.
+        high: Largest allowed value.
+        above: The value must be larger than this.
+        hint: What to suggest when the value is out of range.
+    """
+    limits = {"low": low, "high": high, "above": above}
+    return field(default=default, metadata={"doc": doc, "hint": hint, **limits})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    """What every method has; subclasses add their own fields with `param`."""
+
+    scale: float = param(1.0, "λ: factor on the merged delta")
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            _check_range(item, getattr(self, item.name))
+
+
+def build_params(kind: type[P], values: Mapping[str, Any], owner: str) -> P:
+    """Build parameters from plain values or from strings as typed on a command line.
+
+    Args:
+        kind: The dataclass.
+        values: Name to value; what is missing keeps its default.
+        owner: The method, for messages.
+
+    Raises:
+        UsageError: Unknown name, wrong type, or out of range.
+    """
+    fields = {item.name: item for item in dataclasses.fields(kind)}
+    for key in values:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+            raise UsageError(
+                f"method `{owner}` has no parameter `{key}`",
+                code="parameter",
+                hint=f"did you mean `{near[0]}`?" if near else f"it has {', '.join(fields)}",
+                expected=sorted(fields),
+                found=key,
+            )
+    return kind(**{key: _coerce(fields[key], value, owner) for key, value in values.items()})
+
+
+class _Wrong(Exception):
+    """A string that is not of the wanted type."""
+
+
+_TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
+
+
+def _coerce(item: "dataclasses.Field[Any]", value: Any, owner: str) -> Any:
+    try:
+        return _as_type(item.type, value)
+    except (_Wrong, ValueError, TypeError):
+        wanted = _type_name(item.type)
+        raise UsageError(
+            f"parameter `{item.name}` of `{owner}` takes {wanted}, found {value!r}",
+            code="parameter",
+            expected=wanted,
+            found=value,
+        ) from None
+
+
+def _as_type(kind: Any, value: Any) -> Any:
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise _Wrong
+        return value
+    if kind is bool:
+        word = str(value).lower()
+        if word not in _TRUE | _FALSE:
+            raise _Wrong
+        return word in _TRUE
+    if isinstance(value, bool):
+        raise _Wrong
+    if kind is int and isinstance(value, float) and not value.is_integer():
+        raise _Wrong
+    return kind(value)
+
+
+def _type_name(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, get_args(kind)))
+    names: dict[Any, str] = {float: "a number", int: "a whole number", bool: "true or false"}
+    return names.get(kind, str(kind))
+
+
+def _check_range(item: "dataclasses.Field[Any]", value: Any) -> None:
+    if not isinstance(value, float | int) or isinstance(value, bool):
+        return
+    low, high, above = (item.metadata.get(key) for key in ("low", "high", "above"))
+    finite = math.isfinite(value)
+    fits = (
+        finite
+        and (low is None or value >= low)
+        and (high is None or value <= high)
+        and (above is None or value > above)
+    )
+    if fits:
+        return
+    lower = f"[{low}" if low is not None else f"({'-∞' if above is None else above}"
+    upper = f"{high}]" if high is not None else "∞)"
+    raise UsageError(
+        f"parameter `{item.name}` must be in {lower}, {upper}, found {value}",
+        code="parameter",
+        hint=_range_hint(item, value, high),
+        expected=f"{lower}, {upper}",
+        found=value,
+    )
+
+
+def _range_hint(item: "dataclasses.Field[Any]", value: float, high: float | None) -> str | None:
+    if high == 1 and 1 < value <= 100:
+        return f"did you mean {value / 100:g}? `{item.name}` is a share, not a percentage"
+    hint = item.metadata.get("hint")
+    return str(hint) if hint else None
