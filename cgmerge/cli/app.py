@@ -83,8 +83,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(words: list[str]) -> int:
     """Run one command line in this process and return its exit code; nothing is raised."""
-    if words[:1] in (["eval"], ["train"]):
-        words = spread(words, {"--data", "--eval-data"})
+    if words[:1] in (["eval"], ["train"], ["compose"]):
+        words = spread(words, {"--data", "--eval-data", "--tune"})
     try:
         app(args=words, prog_name="cgmerge")
     except SystemExit as stop:

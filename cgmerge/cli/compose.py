@@ -10,6 +10,7 @@ from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
 
 if TYPE_CHECKING:
+    from cgmerge.evals.suite import SkillSet
     from cgmerge.modules.compose import Plan
     from cgmerge.modules.recipe import Recipe
 
@@ -41,8 +42,19 @@ def compose(
         str | None, typer.Option("--as", help="adapter or model  [default: adapter]")
     ] = None,
     base: Annotated[
-        str | None, typer.Option("--base", help="Base model; needed for --as model")
+        str | None, typer.Option("--base", help="Base model; needed for --as model and --tune")
     ] = None,
+    tune: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tune",
+            metavar="[NAME=]FILE...",
+            help="Validation data: choose scale and other parameters that are not given",
+        ),
+    ] = None,
+    budget: Annotated[
+        int, typer.Option("--budget", help="Most merges that --tune tries", min=1)
+    ] = 16,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -72,11 +84,13 @@ def compose(
 
       cgmerge compose experts/* -m ties --set density=0.2 --rank 16 -o merged
 
+      cgmerge compose experts/* --base BASE --tune validation/*.jsonl -o merged
+
       cgmerge compose experts/* --base BASE --as model -o merged-model
 
       cgmerge compose merged/cgmerge.json -o again
     """
-    from cgmerge.modules.compose import make_plan
+    from cgmerge.modules.compose import check_outputs, make_plan
     from cgmerge.modules.recipe import (
         ExpertRef,
         Recipe,
@@ -108,11 +122,56 @@ def compose(
         refs = tuple(ExpertRef(*parse_weighted(text)) for text in experts)
         recipe = Recipe(experts=refs, **{"method": "ties", **changes}, params=params)
     plan = make_plan(recipe)
+    skills = _validation(plan, tune)
     _show_plan(plan, output)
     if dry_run or out is None:
         _finish_dry_run(plan, output)
         return
+    check_outputs(plan, out, overwrite=overwrite)
+    if skills:
+        plan = make_plan(_tuned(plan, skills, budget, output))
     _run(plan, out, overwrite=overwrite, output=output)
+
+
+def _validation(plan: "Plan", tune: list[str] | None) -> "list[SkillSet]":
+    """Read the validation files before any work, and check that there is something to choose."""
+    from cgmerge.evals.suite import read_skills
+    from cgmerge.evals.tune import check_open
+
+    if not tune:
+        return []
+    if plan.base is None:
+        raise UsageError("--tune scores merges on the base", code="base", hint="add --base BASE")
+    check_open(plan)
+    return read_skills(tune)
+
+
+def _tuned(plan: "Plan", skills: "list[SkillSet]", budget: int, output: Output) -> "Recipe":
+    """Choose the open parameters on validation data; the recipe then holds them and the curve."""
+    from dataclasses import replace
+
+    from cgmerge.evals.tune import tune
+    from cgmerge.modules.loading import load_base
+
+    assert plan.base is not None
+    loaded = load_base(plan.base)
+    with output.progress("tune", budget) as advance:
+        found = tune(plan, loaded, skills, budget=budget, progress=advance)
+    names = list(found.grids)
+    rows = [
+        [
+            *[f"{trial.params[name]:g}" if name == "scale" else str(trial.params[name])
+              for name in names],
+            f"{trial.score:.3f}", f"{trial.loglik:.3f}", "←" if trial is found.best else "",
+        ]
+        for trial in found.trials
+    ]  # fmt: skip
+    output.table([*names, "score", "log-lik", ""], rows)
+    chosen = ", ".join(f"{name}={found.best.params[name]}" for name in names)
+    items = sum(len(skill.examples) for skill in skills)
+    output.line("tuned", f"{chosen}: {found.best.score:.3f} on {items} validation items")
+    params = {**plan.recipe.params, **found.best.params}
+    return replace(plan.recipe, params=params, tuning=found.record())
 
 
 def _run(plan: "Plan", out: Path, *, overwrite: bool, output: Output) -> None:
@@ -145,7 +204,7 @@ def _show_plan(plan: "Plan", output: Output) -> None:
 
     rule = plan.rule
     settings = ", ".join(f"{key}={value}" for key, value in asdict(rule.params).items())
-    output.line("plan", f"{rule.spec.name}({settings}) on {len(plan.sizes)} modules")
+    output.line("plan", f"{rule.name}({settings}) on {len(plan.sizes)} modules")
     for expert, weight in ((plan.experts[i], rule.weights[i]) for i in plan.given):
         ranks = "/".join(map(str, expert.ranks))
         covered = f"{len(expert.pairs)} of {len(plan.sizes)} modules"
@@ -176,7 +235,7 @@ def _finish_dry_run(plan: "Plan", output: Output) -> None:
         "cgmerge.compose/1",
         {
             "out": None,
-            "method": plan.rule.spec.name,
+            "method": plan.rule.name,
             "rank": plan.rank or None,
             "modules": len(plan.sizes),
             "entries": plan.entries,
@@ -208,8 +267,10 @@ def _changed(recipe: "Recipe", changes: dict[str, Any], params: dict[str, Any]) 
 
     if changes.get("base", recipe.base) != recipe.base:
         changes = {**changes, "base_fingerprint": None}
-    kept = dict(recipe.params) if changes.get("method", recipe.method) == recipe.method else {}
-    return replace(recipe, **changes, params={**kept, **params})
+    same = changes.get("method", recipe.method) == recipe.method
+    kept = dict(recipe.params) if same else {}
+    tuning = recipe.tuning if same and not params else None
+    return replace(recipe, **changes, params={**kept, **params}, tuning=tuning)
 
 
 def _base_word(plan: "Plan") -> str:

@@ -20,6 +20,7 @@ def param(
     high: float | None = None,
     above: float | None = None,
     hint: str | None = None,
+    grid: tuple[float | str, ...] = (),
 ) -> Any:
     """Declare one parameter of a method.
 
@@ -30,16 +31,19 @@ def param(
         high: Largest allowed value.
         above: The value must be larger than this.
         hint: What to suggest when the value is out of range.
+        grid: What tuning tries, in this order; empty leaves the parameter alone.
     """
     limits = {"low": low, "high": high, "above": above}
-    return field(default=default, metadata={"doc": doc, "hint": hint, **limits})
+    return field(default=default, metadata={"doc": doc, "hint": hint, "grid": grid, **limits})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
     """What every method has; subclasses add their own fields with `param`."""
 
-    scale: float = param(1.0, "λ: factor on the merged delta")
+    scale: float = param(
+        1.0, "λ: factor on the merged delta", grid=(1.0, 0.6, 0.4, 0.8, 1.3, 0.25, 1.7)
+    )
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):

@@ -179,8 +179,7 @@ def run_plan(
         StorageError: Disk full and the like; nothing is left behind.
     """
     out = fs.absolute(out)
-    check_out(out, [expert.folder for expert in plan.experts], plan.base)
-    fs.check_target(out, overwrite=overwrite)
+    check_outputs(plan, out, overwrite=overwrite)
     with fs.new_folder(out, overwrite=overwrite) as stage:
         if plan.recipe.form == "model":
             from cgmerge.modules.model_out import write_model
@@ -192,6 +191,18 @@ def run_plan(
         composed = Composed(out, plan, modules, rounding, warnings)
         write_records(composed, stage)
     return composed
+
+
+def check_outputs(plan: Plan, out: Path, *, overwrite: bool) -> None:
+    """Refuse an unusable result folder before any work is done.
+
+    Raises:
+        UsageError: It exists, or lies inside an expert or the base.
+        StorageError: It cannot be written.
+    """
+    out = fs.absolute(out)
+    check_out(out, [expert.folder for expert in plan.experts], plan.base)
+    fs.check_target(out, overwrite=overwrite)
 
 
 def describe(composed: Composed) -> dict[str, Any]:
@@ -210,6 +221,7 @@ def describe(composed: Composed) -> dict[str, Any]:
         "truncation_error": composed.truncation_error,
         "rounding_error": composed.rounding_error,
         "norm": composed.norm,
+        "tuning": plan.recipe.tuning,
         "warnings": composed.warnings,
     }
 

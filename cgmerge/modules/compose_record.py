@@ -26,7 +26,7 @@ def write_records(composed: "Composed", stage: Path) -> None:
         "schema": SCHEMA,
         "base": base_record(plan),
         "experts": experts_record(plan),
-        "method": plan.rule.spec.name,
+        "method": plan.rule.name,
         "params": asdict(plan.rule.params),
         "force_base": plan.recipe.force_base,
         "allow_noop": plan.recipe.allow_noop,
@@ -45,6 +45,8 @@ def write_records(composed: "Composed", stage: Path) -> None:
         "versions": package_versions(),
         "warnings": composed.warnings,
     }
+    if plan.recipe.tuning is not None:
+        record["tuning"] = dict(plan.recipe.tuning)
     fs.write_json(stage / RECORD, record)
     fs.write_bytes(stage / "README.md", _model_card(composed).encode())
     if plan.recipe.form == "adapter":
@@ -54,7 +56,7 @@ def write_records(composed: "Composed", stage: Path) -> None:
             ExpertCard(
                 skill="+".join(sorted({expert.name for expert in plan.experts}))[:200],
                 base=BaseId(name=base_name(plan), fingerprint=fingerprint),
-                training={"composed": plan.rule.spec.name},
+                training={"composed": plan.rule.name},
                 versions=package_versions(),
             ),
         )
@@ -70,7 +72,7 @@ def _model_card(composed: "Composed") -> str:
         "---",
         "",
         (
-            f"Composed with cgmerge: `{plan.rule.spec.name}`,"
+            f"Composed with cgmerge: `{plan.rule.name}`,"
             f" {', '.join(f'{k}={v}' for k, v in asdict(plan.rule.params).items())}."
         ),
         "",

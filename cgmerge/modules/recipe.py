@@ -16,7 +16,7 @@ T = TypeVar("T")
 RECORD = "cgmerge.json"
 SCHEMA = "cgmerge.composition/1"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_KEYS = {"base", "experts", "method", "params", "output", "force_base", "allow_noop"}
+_KEYS = {"base", "experts", "method", "params", "output", "force_base", "allow_noop", "tuning"}
 _OUTPUT_KEYS = {"as", "rank", "dtype", "allow_rounding"}
 # What a record says about the result; not part of the request.
 _RESULT_KEYS = ("result", "versions", "warnings")
@@ -48,6 +48,7 @@ class Recipe:
         force_base: Accept experts of another base fingerprint.
         allow_noop: Accept a result that changes nothing.
         allow_rounding: Accept a model whose float type swallows most of the delta.
+        tuning: Of a record: how its parameters were chosen; passed on, never acted upon.
         folder: Of a record: where its references are looked up when the current folder has none.
     """
 
@@ -62,6 +63,7 @@ class Recipe:
     force_base: bool = False
     allow_noop: bool = False
     allow_rounding: bool = False
+    tuning: Mapping[str, Any] | None = None
     folder: Path | None = None
 
     def __post_init__(self) -> None:
@@ -126,6 +128,7 @@ def read_recipe(path: Path) -> Recipe:
         force_base=_take(raw, "force_base", bool, path, default=False),
         allow_noop=_take(raw, "allow_noop", bool, path, default=False),
         allow_rounding=_take(output, "allow_rounding", bool, path, default=False),
+        tuning=_take(raw, "tuning", dict, path),
         folder=path.parent if recorded else None,
     )
 

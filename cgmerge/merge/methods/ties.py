@@ -21,7 +21,9 @@ from cgmerge.merge.sparsify import Cut, top_k_cuts, trim_
 class TiesParams(Params):
     """Parameters of `ties`."""
 
-    density: float = param(0.2, "share of entries each expert keeps", above=0.0, high=1.0)
+    density: float = param(
+        0.2, "share of entries each expert keeps", above=0.0, high=1.0, grid=(0.2, 0.1, 0.4, 0.7)
+    )
     trim: Literal["global", "tensor"] = param(
         "global", "rank magnitudes over the whole expert (paper) or within each tensor"
     )
