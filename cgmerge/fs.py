@@ -148,18 +148,46 @@ def replace_file(path: Path, data: bytes, *, overwrite: bool = True) -> None:
         UsageError: `path` exists and `overwrite` is false.
         StorageError: The operating system refused.
     """
+    with _replacing(path, len(data), overwrite=overwrite) as temporary:
+        write_bytes(temporary, data)
+
+
+def replace_tensors(
+    path: Path,
+    tensors: Mapping[str, "torch.Tensor"],
+    metadata: Mapping[str, str],
+    *,
+    overwrite: bool = True,
+) -> None:
+    """Put one safetensors file in place atomically; see `write_tensors`.
+
+    Raises:
+        UsageError: `path` exists and `overwrite` is false.
+        StorageError: The operating system refused.
+    """
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    with _replacing(path, size, overwrite=overwrite) as temporary:
+        write_tensors(temporary, tensors, metadata)
+        with _storage_errors(path, size), temporary.open("rb") as file:
+            _step("fsync", temporary)
+            os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _replacing(path: Path, size: int, *, overwrite: bool) -> Iterator[Path]:
+    """Yield a temporary beside `path` that takes its place when it was filled."""
     path = absolute(path)
     if path.is_dir():
         raise UsageError(f"{path} is a folder, a file is wanted", code="out_is_folder")
     if path.exists() and not overwrite:
         raise _exists(path)
-    with _storage_errors(path, len(data)):
+    with _storage_errors(path, size):
         path.parent.mkdir(parents=True, exist_ok=True)
     _collect_leftovers(path.parent)
     temporary = _temporary_beside(path)
     try:
-        write_bytes(temporary, data)
-        with _storage_errors(path, len(data)):
+        yield temporary
+        with _storage_errors(path, size):
             temporary.chmod(0o666 & ~_umask())
             _step("rename", path)
             temporary.replace(path)

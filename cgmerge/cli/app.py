@@ -16,7 +16,7 @@ import typer
 
 from cgmerge import fs
 from cgmerge._version import __version__
-from cgmerge.cli import compose, demo, doctor, evaluate, inspect, methods, train
+from cgmerge.cli import compose, demo, doctor, evaluate, inspect, methods, stats, train
 from cgmerge.cli.output import print_error
 from cgmerge.cli.spread import spread
 from cgmerge.errors import CgmergeError, LimitExceeded, StorageError, UsageError
@@ -62,6 +62,7 @@ def _root(
 
 app.command("train", rich_help_panel="Experts")(train.train)
 app.command("inspect", rich_help_panel="Experts")(inspect.inspect)
+app.command("stats", rich_help_panel="Experts")(stats.stats)
 app.command("compose", rich_help_panel="Compose")(compose.compose)
 app.command("methods", rich_help_panel="Compose")(methods.methods)
 app.command("eval", rich_help_panel="Measure")(evaluate.evaluate)
@@ -83,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(words: list[str]) -> int:
     """Run one command line in this process and return its exit code; nothing is raised."""
-    if words[:1] in (["eval"], ["train"], ["compose"]):
+    if words[:1] in (["eval"], ["train"], ["compose"], ["stats"]):
         words = spread(words, {"--data", "--eval-data", "--tune"})
     try:
         app(args=words, prog_name="cgmerge")

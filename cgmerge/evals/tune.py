@@ -223,7 +223,7 @@ class _Search:
         if self._merged is None or self._merged[0] != unit:
             rule = replace(self.plan.rule, params=self.plan.rule.spec.make_params(unit))
             rank = self.plan.rank or plan_rank(rule, self.plan.deltas, "auto")
-            merger = Merger(rule, self.plan.deltas, ids=self.plan.ids)
+            merger = Merger(rule, self.plan.deltas, ids=self.plan.ids, stats=self.plan.stats)
             self._merged = unit, {p: merger.factors(p, rank).delta for p in merger.names}
         return {
             path: LowRank(delta.a, delta.b * params["scale"])

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from cgmerge.merge import LowRank, Rule
+    from cgmerge.modules.stats import StatsFile
 
 Progress = Callable[[int], None]
 
@@ -47,6 +48,7 @@ class Plan:
         rule: Method, parameters and weights, in the same order.
         rank: Rank of the adapter; 0 for a model.
         base: The base, where one was given.
+        stats: For methods that need them, those of every expert, in the same order.
         warnings: What the user should know.
     """
 
@@ -57,6 +59,7 @@ class Plan:
     rule: "Rule"
     rank: int
     base: Base | None
+    stats: "list[StatsFile] | None" = None
     given: list[int] = field(default_factory=list)
     """Position in `experts` of the first, second … expert as the user named them."""
     warnings: list[str] = field(default_factory=list)
@@ -156,7 +159,9 @@ def make_plan(recipe: Recipe) -> Plan:
             found=rank,
         )
     given = [order.index(i) for i in range(len(order))]
-    plan = Plan(recipe, experts, [item.ref for item in items], deltas, rule, rank, base, given)
+    refs = [item.ref for item in items]
+    stats = _open_stats(experts, rule, recipe)
+    plan = Plan(recipe, experts, refs, deltas, rule, rank, base, stats, given)
     plan.warnings.extend(_plan_warnings(plan))
     return plan
 
@@ -268,6 +273,34 @@ def _open(item: ExpertRef, recipe: Recipe, base: Base | None) -> Expert:
     return expert
 
 
+def _open_stats(experts: list[Expert], rule: "Rule", recipe: Recipe) -> "list[StatsFile] | None":
+    kind = rule.spec.traits.stats
+    if kind is None:
+        return None
+    from cgmerge.modules.stats import FILE, StatsFile
+
+    found, missing = [], []
+    for expert in experts:
+        try:
+            found.append(StatsFile(expert.folder / FILE, expert, kind))
+        except NotFound:
+            missing.append(expert)
+    if missing:
+        base = recipe.base or "BASE"
+        commands = "\n  ".join(
+            f"cgmerge stats {expert.ref} --base {base} --kind {kind} --data FILE --overwrite"
+            for expert in missing
+        )
+        raise NotFound(
+            f"method `{rule.spec.name}` needs {kind} statistics; {len(missing)} of"
+            f" {len(experts)} experts have none: {', '.join(e.name for e in missing[:5])}",
+            code="stats",
+            hint=f"compute them:\n  {commands}",
+            found=[expert.ref for expert in missing],
+        )
+    return found
+
+
 def _order_key(opened: tuple[Expert, ExpertRef]) -> tuple[str, float, str]:
     expert, item = opened
     return expert.digest, item.weight if item.weight is not None else 1.0, item.ref
@@ -330,7 +363,7 @@ def _write_merged_adapter(
 
     from cgmerge.merge import LowRank, Merger, pad_rank
 
-    merger = Merger(plan.rule, plan.deltas, ids=plan.ids)
+    merger = Merger(plan.rule, plan.deltas, ids=plan.ids, stats=plan.stats)
     dtype = _adapter_dtype(plan.recipe.dtype)
     factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     modules: dict[str, ModuleReport] = {}

@@ -141,7 +141,7 @@ def write_model(
             code="quantized_base",
             hint="use the 16-bit base the quantized one was made from, or compose --as adapter",
         )
-    writer = _Writer(plan, Merger(plan.rule, plan.deltas, ids=plan.ids), progress)
+    writer = _Writer(plan, Merger(plan.rule, plan.deltas, ids=plan.ids, stats=plan.stats), progress)
     for source in sorted(set(base.files.values())):
         writer.write_file(source, stage)
     total = math.sqrt(sum(report.norm**2 for report in writer.modules.values()))

@@ -132,6 +132,7 @@ class _Plan:
         self.deltas = [{}] * experts
         self.ids = ["a", "b", "c"][:experts]
         self.rank = 4
+        self.stats = None
 
 
 def search(monkeypatch, truth, method="ties", budget=16, given=None):
