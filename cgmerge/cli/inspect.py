@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    target: Annotated[str, typer.Argument(help="An expert, a composed adapter, or a base model")],
+    targets: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TARGET...",
+            help="An expert, a composed adapter, or a base model; several experts are compared",
+        ),
+    ],
     base: Annotated[
         str | None, typer.Option("--base", help="Also check that the expert fits this base")
     ] = None,
@@ -22,13 +28,29 @@ def inspect(
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Show what an expert is: skill, base, rank, scaling, size, norms, where it comes from."""
+    """Show what an expert is, or how several relate before they are merged.
+
+    One: skill, base, rank, scaling, size, norms, where it comes from. Several: norms, effective
+    ranks, cosines, conflicting signs, shared subspaces, and what a rank would lose.
+
+    For example:
+
+      cgmerge inspect experts/sort --base BASE
+
+      cgmerge inspect experts/a experts/b=0.5 experts/c
+    """
     from cgmerge.modules.base import open_base
     from cgmerge.modules.builtin import builtin_base
     from cgmerge.modules.expert import CONFIG, open_expert
     from cgmerge.refs import local_folder
 
     output = Output(as_json=as_json, quiet=quiet, verbose=verbose)
+    if len(targets) > 1:
+        from cgmerge.cli.comparison import compare_experts
+
+        compare_experts(targets, base, output)
+        return
+    target = targets[0]
     folder = builtin_base(target) or local_folder(target, what="expert or base")
     if not (folder / CONFIG).exists() and (folder / "config.json").exists():
         _inspect_base(target, output)
