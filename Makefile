@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Waiting threads give their core to others: on a busy machine spinning ones are many times slower.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: demo test lint types bench real base kills docs wheel clean setup
 

@@ -79,6 +79,9 @@ def main(arguments: list[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     signal.signal(signal.SIGTERM, _terminate)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Before torch is loaded. Threads that spin while they wait make a busy machine many times
+    # slower; on an idle one sleeping costs next to nothing.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.exit(run(words))
 
 
