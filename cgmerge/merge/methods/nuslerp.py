@@ -1,0 +1,53 @@
+"""Spherical interpolation between two experts, its place given by their weights.
+
+Like `slerp`, with t = w_2 / (w_1 + w_2), so that it is used like a weighted average: the order of
+the experts does not matter, and neither does a common factor of the weights.
+"""
+
+import math
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from cgmerge.merge.methods.slerp import cosine_of, interpolate
+from cgmerge.merge.registry import About, Params, Traits, Weights, method
+
+_PARALLEL = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class NuslerpParams(Params):
+    """Parameters of `nuslerp`: none of its own."""
+
+
+@method(
+    "nuslerp",
+    "gram",
+    params=NuslerpParams,
+    about=About(
+        formula="slerp at t = w_2 / (w_1 + w_2)",
+        paper="NuSLERP of mergekit (arXiv:2403.13257)",
+        differs=(
+            "one angle per tensor, not per row or column; straight line when |sin θ| < 1e-4"
+            " (mergekit 1e-8), since nearly opposite experts would otherwise be turned into"
+            " amplified rounding errors"
+        ),
+        use_when="two experts of unequal importance",
+    ),
+    traits=Traits(scope="tensor", experts=(2, 2), identity={}),
+)
+def coefficients(gram: Float[Tensor, "2 2"], weights: Weights, _p: NuslerpParams) -> list[float]:
+    """Return the coefficients of the two experts.
+
+    Args:
+        gram: Inner products of the deltas, float64.
+        weights: Only their ratio counts; halfway when they sum to zero.
+        _p: Nothing of its own.
+    """
+    total = weights[0] + weights[1]
+    t = weights[1] / total if abs(total) >= 1e-6 else 0.5
+    cosine = cosine_of(gram)
+    if cosine is not None and math.sqrt(1 - cosine * cosine) < _PARALLEL:
+        cosine = None
+    return list(interpolate(cosine, t))
