@@ -212,7 +212,7 @@ class Blocks:
                     if isinstance(x, LowRank) and isinstance(y, LowRank):
                         gram[i, j] = gram[j, i] = inner(x, y)
             return gram
-        rows = [block.values.flatten(1).double() for block in self.only(name)]
+        rows = (block.values.flatten(1).double() for block in self.only(name))
         start = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
         return sum((row @ row.T for row in rows), start=start)
 

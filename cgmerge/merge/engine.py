@@ -222,8 +222,7 @@ class Merger:
         if spec.kind == "matrix":
             with one_thread():
                 if self._is_vector(name):
-                    mean = [rule.params.scale * w / len(rule.weights) for w in rule.weights]
-                    return self._combine(name, mean)
+                    return self._combine(name, self._mean())
                 projected, merged = self._matrix(name)
                 return projected.lift(merged).to(self.dtype)
         if spec.kind in ("linear", "gram"):
@@ -254,6 +253,12 @@ class Merger:
             with one_thread():
                 found = spec.function(self.blocks.gram(name), rule.weights, rule.params)
         return [rule.params.scale * float(value) for value in found]
+
+    def _mean(self) -> list[float]:
+        """Return the coefficients of the average, for tensors that are no matrices."""
+        rule = self.rule
+        total = sum(rule.weights) if rule.spec.traits.relative_weights else float(len(rule.weights))
+        return [rule.params.scale * weight / (total or 1.0) for weight in rule.weights]
 
     def _is_vector(self, name: str) -> bool:
         return any(isinstance(d, Tensor) and d.ndim < 2 for d in self.blocks.fetch(name))

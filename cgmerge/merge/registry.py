@@ -74,6 +74,7 @@ class Traits:
         scale_free: A common factor on all experts goes through.
         ordered: The order of the experts matters.
         stats: Statistics that are needed for every expert, one tensor per module.
+        relative_weights: A common factor on all weights changes nothing.
     """
 
     scope: Literal["entry", "tensor", "model"] = "entry"
@@ -84,6 +85,7 @@ class Traits:
     scale_free: bool = True
     ordered: bool = False
     stats: Literal["gram", "fisher"] | None = None
+    relative_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,9 +68,7 @@ def project(
     present = [delta for delta in deltas if delta is not None]
     factors = [delta for delta in present if isinstance(delta, LowRank)]
     if sides == "none" or len(factors) < len(present):
-        dense = [
-            d.dense() if isinstance(d, LowRank) else d.reshape(d.shape[0], -1) for d in present
-        ]
+        dense = [d.dense() if isinstance(d, LowRank) else d.flatten(1) for d in present]
         return Projected(None, None, _fill(deltas, [matrix.double() for matrix in dense]))
     left, r_b = torch.linalg.qr(torch.cat([delta.b for delta in factors], dim=1))
     ranks = [delta.rank for delta in factors]

@@ -348,7 +348,8 @@ def _plan_warnings(plan: Plan) -> list[str]:
     if plan.recipe.force_base:
         warnings.append("--force-base: base fingerprints were not enforced")
     unit = set(plan.rule.weights)
-    if plan.rule.spec.kind == "entry" and len(plan.experts) == 1 and unit != {1.0}:
+    relative = plan.rule.spec.traits.relative_weights
+    if relative and len(plan.experts) == 1 and unit != {1.0}:
         warnings.append(
             f"weights of `{plan.rule.spec.name}` are relative: for one expert they change nothing;"
             " use --scale"

@@ -164,6 +164,15 @@ def test_the_scale_parameter_multiplies(name):
     same(merge(name, first, params={"scale": 0.25}), expected)
 
 
+def test_weights_are_relative_where_the_method_says_so(name):
+    count = count_for(name)
+    first = experts(count)
+    once = merge(name, first, weights=[1.0] * count)
+    tripled = merge(name, first, weights=[3.0] * count)
+    equal = all(torch.allclose(once[key], tripled[key], atol=1e-6) for key in once)
+    assert equal == SPECS[name].traits.relative_weights
+
+
 def test_inputs_are_not_modified(name):
     first = experts(count_for(name))
     copies = [{key: value.clone() for key, value in expert.items()} for expert in first]
@@ -174,11 +183,9 @@ def test_inputs_are_not_modified(name):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_dtype_is_kept_and_computed_at_least_in_float32(name, dtype):
-    first = experts(3, dtype=dtype)
+    first = experts(count_for(name), dtype=dtype)
     result = merge(name, first)
-    wide = merge_state_dicts(
-        name, [{key: value.double() for key, value in expert.items()} for expert in first]
-    )
+    wide = merge(name, [{key: value.double() for key, value in expert.items()} for expert in first])
     for key, value in result.items():
         assert value.dtype == dtype
         # Within one rounding of the double result: nothing was accumulated in half precision.

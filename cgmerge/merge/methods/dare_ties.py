@@ -94,7 +94,7 @@ def mean_of_kept(
         ),
         use_when="as `ties`, with experts that collide in many entries",
     ),
-    traits=Traits(scope="model", identity={"drop": 0.0, "density": 1.0}),
+    traits=Traits(scope="model", identity={"drop": 0.0, "density": 1.0}, relative_weights=True),
     prepare=prepare,
 )
 def dare_ties(block: Block, weights: Weights, p: DareTiesParams, state: list[Cut]) -> Tensor:

@@ -112,7 +112,7 @@ def mean_of_kept(
         ),
         use_when="as `dare-ties`, where large entries should be spared",
     ),
-    traits=Traits(scope="tensor", identity={"density": 1.0, "epsilon": 0.0}),
+    traits=Traits(scope="tensor", identity={"density": 1.0, "epsilon": 0.0}, relative_weights=True),
 )
 def della(block: Block, weights: Weights, p: DellaParams, _state: None) -> Tensor:
     """Merge one block; a block holds whole rows, which is all that the ranks need.

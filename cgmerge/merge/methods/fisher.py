@@ -45,7 +45,7 @@ class FisherParams(Params):
         ),
         use_when="labelled examples of every expert are at hand",
     ),
-    traits=Traits(scope="tensor", sides="none", identity={}, stats="fisher"),
+    traits=Traits(scope="tensor", sides="none", identity={}, stats="fisher", relative_weights=True),
 )
 def fisher(
     matrices: Float[Tensor, "experts m n"],

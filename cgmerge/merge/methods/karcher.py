@@ -39,7 +39,7 @@ class KarcherParams(Params):
         ),
         use_when="several experts; differs from multi-slerp when one stands apart",
     ),
-    traits=Traits(scope="tensor", identity={}),
+    traits=Traits(scope="tensor", identity={}, relative_weights=True),
 )
 def coefficients(
     gram: Float[Tensor, "experts experts"], weights: Weights, p: KarcherParams

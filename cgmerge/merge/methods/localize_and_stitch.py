@@ -47,7 +47,7 @@ def prepare(blocks: Blocks, _weights: Weights, p: LocalizeAndStitchParams) -> di
         ),
         use_when="many experts with skills in few entries; no validation data to tune a scale",
     ),
-    traits=Traits(scope="model", identity={"density": 1.0}),
+    traits=Traits(scope="model", identity={"density": 1.0}, relative_weights=True),
     prepare=prepare,
 )
 def localize_and_stitch(

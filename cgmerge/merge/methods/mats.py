@@ -40,7 +40,7 @@ class MatsParams(Params):
         ),
         use_when="as regmean, with the number of steps as the knob",
     ),
-    traits=Traits(scope="tensor", sides="left", identity={}, stats="gram"),
+    traits=Traits(scope="tensor", sides="left", identity={}, stats="gram", relative_weights=True),
 )
 def mats(
     matrices: Float[Tensor, "experts m n"],

@@ -34,7 +34,7 @@ class ModelStockParams(Params):
         ),
         use_when="several runs of the same task; not for experts of different tasks",
     ),
-    traits=Traits(scope="tensor", experts=(2, None), identity={}),
+    traits=Traits(scope="tensor", experts=(2, None), identity={}, relative_weights=True),
 )
 def coefficients(
     gram: Float[Tensor, "experts experts"], weights: Weights, _p: ModelStockParams

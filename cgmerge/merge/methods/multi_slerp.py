@@ -80,7 +80,7 @@ def spread(found: Directions, direction: Float[Tensor, " active"], experts: int)
         ),
         use_when="several experts, when the average comes out too weak",
     ),
-    traits=Traits(scope="tensor", identity={}),
+    traits=Traits(scope="tensor", identity={}, relative_weights=True),
 )
 def coefficients(
     gram: Float[Tensor, "experts experts"], weights: Weights, _p: MultiSlerpParams

@@ -35,7 +35,7 @@ class NuslerpParams(Params):
         ),
         use_when="two experts of unequal importance",
     ),
-    traits=Traits(scope="tensor", experts=(2, 2), identity={}),
+    traits=Traits(scope="tensor", experts=(2, 2), identity={}, relative_weights=True),
 )
 def coefficients(gram: Float[Tensor, "2 2"], weights: Weights, _p: NuslerpParams) -> list[float]:
     """Return the coefficients of the two experts.

@@ -44,7 +44,7 @@ class RegmeanParams(Params):
         ),
         use_when="a few hundred unlabelled inputs per expert are at hand; the strongest rule then",
     ),
-    traits=Traits(scope="tensor", sides="left", identity={}, stats="gram"),
+    traits=Traits(scope="tensor", sides="left", identity={}, stats="gram", relative_weights=True),
 )
 def regmean(
     matrices: Float[Tensor, "experts m n"],

@@ -71,7 +71,7 @@ def prepare(blocks: Blocks, weights: Weights, p: TiesParams) -> dict[str, TiesSt
         ),
         use_when="several experts whose skills interfere; keeps more of the base than a sum",
     ),
-    traits=Traits(scope="model", identity={"density": 1.0}),
+    traits=Traits(scope="model", identity={"density": 1.0}, relative_weights=True),
     prepare=prepare,
 )
 def ties(block: Block, weights: Weights, _p: TiesParams, state: TiesState) -> Tensor:
