@@ -1,0 +1,178 @@
+"""Every merge method on the demo's experts: tuned on validation rows, measured on test rows.
+
+    python benchmarks/methods_table.py --out cgmerge-methods [--seeds 0,1,2] [--budget 10]
+
+For each seed: train the demo's four experts on the embedded base, compute their statistics, tune
+each method (and each entry-wise rule in the spaces) with the same budget, and score the winner.
+Ends with benchmarks/results/methods_tiny.json and the table of docs/methods.md. Methods for exactly
+two experts merge the first two and are marked.
+"""
+
+import argparse
+import json
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cgmerge.errors import CgmergeError
+from cgmerge.evals import demo
+from cgmerge.evals.runner import Settings, evaluate_targets
+from cgmerge.evals.stats import wilson
+from cgmerge.evals.sweep import group_scores
+from cgmerge.evals.targets import Target
+from cgmerge.evals.tune import tune
+from cgmerge.merge import Merger, all_methods, make_rule
+from cgmerge.modules.base import open_base
+from cgmerge.modules.compose import make_plan
+from cgmerge.modules.data import read_data
+from cgmerge.modules.encoding import encode_all
+from cgmerge.modules.expert import open_expert
+from cgmerge.modules.loading import load_base
+from cgmerge.modules.recipe import ExpertRef, Recipe
+from cgmerge.modules.stats import FILE, KINDS, collect, write_stats
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "methods_tiny.json"
+PAGE = HERE.parent / "docs" / "methods.md"
+IN_SPACES = ("core+ties", "knots+ties", "core+dare-ties", "core+pcb")
+STATS_ROWS = 128
+
+
+class Quiet:
+    """A demo that says nothing but which part it is in."""
+
+    def stage(self, text: str) -> None:
+        """Print the part."""
+        print(f"  {text}", flush=True)
+
+    @contextmanager
+    def training(self, _skill: str, _steps: int) -> Any:
+        """Show no progress."""
+        yield _nothing
+
+
+def _nothing(_done: int, *, note: str = "") -> None:
+    """Report no step."""
+    del note
+
+
+def prepare(out: Path, seed: int) -> Path:
+    """Run the demo, unless it was run here before, and compute the experts' statistics."""
+    folder = out / f"seed-{seed}"
+    if not (folder / "record.json").exists():
+        demo.run_demo(folder, seed=seed, steps=demo.STEPS, voice=Quiet())
+    loaded = load_base(open_base("tiny"), device="cpu", dtype="float32")
+    for skill in demo.SKILLS:
+        expert = open_expert(str(folder / "experts" / skill))
+        file = read_data(folder / "data" / f"{skill}.train.jsonl")
+        rows = encode_all(file.examples[:STATS_ROWS], loaded.tokenizer)
+        found = collect(loaded, expert, rows, KINDS)
+        write_stats(expert.folder / FILE, found, expert, loaded, [file.sha256])
+    return folder
+
+
+def names() -> list[str]:
+    return [*(spec.name for spec in all_methods()), *IN_SPACES]
+
+
+def measure(folder: Path, method: str, budget: int) -> dict[str, Any]:
+    """Tune one method on validation rows and score it on test rows."""
+    loaded = load_base(open_base("tiny"), device="cpu", dtype="float32")
+    data = folder / "data"
+    skills = list(demo.SKILLS)
+    try:
+        make_rule(method, len(skills))
+    except CgmergeError:
+        skills = skills[:2]
+    refs = tuple(ExpertRef(str(folder / "experts" / skill)) for skill in skills)
+    plan = make_plan(Recipe(experts=refs, method=method, base="tiny"))
+    started = time.process_time()
+    found = tune(plan, loaded, demo._skill_sets(data, "validation"), budget=budget)
+    rule = make_rule(method, len(skills), params=found.best.params)
+    merger = Merger(rule, plan.deltas, ids=plan.ids, stats=plan.stats)
+    deltas = {name: merger.factors(name, plan.rank).delta for name in merger.names}
+    target = Target.of_deltas("merged", deltas, "0" * 64)
+    settings = Settings(keeps_base=False, expects_same=True)
+    test = evaluate_targets(loaded, [target], demo._skill_sets(data, "test"), settings)
+    scores = group_scores(test, "merged", demo.GROUPS)
+    return {
+        "experts": len(skills),
+        "params": dict(found.best.params),
+        "seconds": round(time.process_time() - started, 1),
+        "groups": {name: [score.correct, score.n] for name, score in scores.items()},
+    }
+
+
+def references(folder: Path) -> dict[str, dict[str, list[int]]]:
+    """Return the base's and the best single expert's scores from the demo's record."""
+    from cgmerge.evals.record import load_record
+
+    evaluation = load_record(folder / "record.json")
+    found = {name: group_scores(evaluation, name, demo.GROUPS) for name in ("base", *demo.SKILLS)}
+    best = {
+        group: max((found[skill][group] for skill in demo.SKILLS), key=lambda s: s.score)
+        for group in demo.GROUPS
+    }
+    rows = {"base": found["base"], "best single expert, by column": best}
+    return {
+        name: {group: [s.correct, s.n] for group, s in row.items()} for name, row in rows.items()
+    }
+
+
+def table(results: dict[str, Any]) -> list[str]:
+    """Pool the seeds and write one line per method, best unseen pairs first."""
+    lines = [
+        f"| method | scale | {' | '.join(demo.GROUPS)} |",
+        f"|---|---|{'---|' * len(demo.GROUPS)}",
+    ]
+    pooled = []
+    for name, runs in results.items():
+        cells = {}
+        for group in demo.GROUPS:
+            correct = sum(run["groups"][group][0] for run in runs)
+            n = sum(run["groups"][group][1] for run in runs)
+            interval = wilson(correct, n)
+            cells[group] = (correct / n, interval.low, interval.high)
+        scales = sorted({run["params"]["scale"] for run in runs if "params" in run})
+        two = " (2 experts)" if runs[0].get("experts") == 2 else ""
+        pooled.append((cells["unseen pairs"][0], f"`{name}`{two}", scales, cells))
+    for _, name, scales, cells in sorted(pooled, key=lambda row: -row[0]):
+        scale = f"{scales[0]:g} … {scales[-1]:g}" if scales else "–"
+        shown = " | ".join(f"{v:.2f} [{low:.2f}, {high:.2f}]" for v, low, high in cells.values())
+        lines.append(f"| {name} | {scale} | {shown} |")
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("cgmerge-methods"))
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--budget", type=int, default=10)
+    parser.add_argument("--only", default="", help="comma-separated methods")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    wanted = arguments.only.split(",") if arguments.only else names()
+    results: dict[str, list[dict[str, Any]]] = {}
+    for seed in map(int, arguments.seeds.split(",")):
+        print(f"seed {seed}", flush=True)
+        folder = prepare(arguments.out, seed)
+        for name, groups in references(folder).items():
+            results.setdefault(name, []).append({"groups": groups})
+        for method in wanted:
+            found = measure(folder, method, arguments.budget)
+            results.setdefault(method, []).append(found)
+            pairs = found["groups"]["unseen pairs"]
+            print(
+                f"  {method:<22} {found['seconds']:6.1f} CPU-s  {pairs[0]}/{pairs[1]}", flush=True
+            )
+        arguments.results.parent.mkdir(parents=True, exist_ok=True)
+        content = {"budget": arguments.budget, "seeds": arguments.seeds, "methods": results}
+        arguments.results.write_text(json.dumps(content, indent=1) + "\n")
+    print("\n".join(table(results)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
