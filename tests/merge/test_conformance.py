@@ -283,6 +283,15 @@ def test_parameters_survive_json_and_yaml(name):
     assert spec.make_params(yaml.safe_load(yaml.safe_dump(params))) == spec.make_params({})
 
 
+def test_tuning_grids_hold_allowed_values_and_the_default(name):
+    spec = SPECS[name]
+    for item in dataclasses.fields(spec.params):
+        grid = item.metadata["grid"]
+        assert not grid or item.default in grid
+        for value in grid:
+            assert getattr(spec.make_params({item.name: value}), item.name) == value
+
+
 def test_it_is_documented(name):
     spec = SPECS[name]
     about = spec.about

@@ -26,6 +26,7 @@ class ConsensusParams(Params):
         0.4,
         "λ_mask: how much an expert must outweigh the others; the paper tries 0.2 to 0.6",
         low=0,
+        grid=(0.4, 0.2, 0.6),
     )
     agree: int = param(2, "k: how many experts must select an entry; 0 keeps all", low=0)
     multi: Literal["sum", "ties"] = param(

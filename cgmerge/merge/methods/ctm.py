@@ -23,7 +23,9 @@ class CtmParams(Params):
     """Parameters of `ctm`."""
 
     rank: int = param(0, "rank of the result (0 = the largest rank of an expert)", low=0)
-    inner: Literal["sum", "ties", "tsv"] = param("sum", "what merges the small matrices")
+    inner: Literal["sum", "ties", "tsv"] = param(
+        "sum", "what merges the small matrices", grid=("sum", "ties", "tsv")
+    )
     density: float = param(
         0.2, "ties: share of entries each small matrix keeps", above=0.0, high=1.0
     )

@@ -22,7 +22,9 @@ _DONE = 1e-12
 class MatsParams(Params):
     """Parameters of `mats`."""
 
-    iterations: int = param(100, "steps; many give regmean with alpha=1", low=0, high=100_000)
+    iterations: int = param(
+        100, "steps; many give regmean with alpha=1", low=0, high=100_000, grid=(100, 20, 50)
+    )
     start: Literal["average", "sum"] = param("average", "where they start")
 
 

@@ -29,7 +29,11 @@ class PcbParams(Params):
     """Parameters of `pcb`."""
 
     ratio: float = param(
-        0.1, "r: share of best-scored entries that each expert keeps", above=0.0, high=1.0
+        0.1,
+        "r: share of best-scored entries that each expert keeps",
+        above=0.0,
+        high=1.0,
+        grid=(0.1, 0.05, 0.2),
     )
     inter: Literal["sum", "pairwise"] = param(
         "sum",

@@ -23,7 +23,11 @@ class RegmeanParams(Params):
     """Parameters of `regmean`."""
 
     alpha: float = param(
-        0.9, "share of the Gram matrix off the diagonal that is kept", low=0.0, high=1.0
+        0.9,
+        "share of the Gram matrix off the diagonal that is kept",
+        low=0.0,
+        high=1.0,
+        grid=(0.9, 0.5, 0.99),
     )
 
 

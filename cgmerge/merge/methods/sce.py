@@ -23,7 +23,11 @@ class SceParams(Params):
     """Parameters of `sce`."""
 
     density: float = param(
-        1.0, "share of the varying entries of each tensor that is kept", above=0.0, high=1.0
+        1.0,
+        "share of the varying entries of each tensor that is kept",
+        above=0.0,
+        high=1.0,
+        grid=(1.0, 0.1, 0.3),
     )
     tie: Literal["positive", "zero"] = param(
         "positive", "the sign where the votes cancel: + (mergekit) or 0"

@@ -20,7 +20,13 @@ _NEARLY_PARALLEL = 0.9995
 class SlerpParams(Params):
     """Parameters of `slerp`."""
 
-    t: float = param(0.5, "place between the first expert (0) and the second (1)", low=0, high=1)
+    t: float = param(
+        0.5,
+        "place between the first expert (0) and the second (1)",
+        low=0,
+        high=1,
+        grid=(0.5, 0.3, 0.7),
+    )
 
 
 @method(

@@ -22,7 +22,9 @@ class WudiParams(Params):
     """Parameters of `wudi`."""
 
     form: Literal["closed", "filtered"] = param(
-        "closed", "the exact minimum, or SWUDI: only strong directions, and not all the way"
+        "closed",
+        "the exact minimum, or SWUDI: only strong directions, and not all the way",
+        grid=("closed", "filtered"),
     )
     ratio: float = param(0.65, "filtered: share of the directions that move", low=0, high=1)
     steps: int = param(300, "filtered: how far they move from the sum", low=0)
