@@ -1,5 +1,6 @@
 """Full fine-tunes as experts: exact sums, ties, shards, little memory, refusals by name."""
 
+import errno
 import json
 import shutil
 import subprocess
@@ -10,7 +11,8 @@ import pytest
 import support
 import torch
 
-from cgmerge.errors import CgmergeError, Damaged, Incompatible, UsageError
+from cgmerge import fs
+from cgmerge.errors import CgmergeError, Damaged, Incompatible, StorageError, UsageError
 from cgmerge.merge import merge_state_dicts
 from cgmerge.modules.base import open_base
 from cgmerge.modules.compose import make_plan, run_plan
@@ -89,6 +91,16 @@ def test_one_full_model_comes_back(tmp_path, fulls, models):
         composed(tmp_path / method, fulls[0], base=models / "B", method=method)
         found, wanted = (support.load_tensors(f) for f in (tmp_path / method, fulls[0]))
         assert all(torch.allclose(found[n], wanted[n], rtol=0, atol=1e-6) for n in wanted)
+
+
+def test_one_16_bit_model_comes_back_bit_for_bit(tmp_path):
+    """The difference is taken and added back in float32, which 16-bit numbers survive."""
+    base = support.make_llama(tmp_path / "base", dtype=torch.bfloat16)
+    full = support.make_full(tmp_path / "F", base, std=0.02)
+    result = composed(tmp_path / "out", full, base=base)
+    found, wanted = support.load_tensors(tmp_path / "out"), support.load_tensors(full)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert result.rounding_error < 1e-4
 
 
 def test_shards_and_order_make_no_difference(tmp_path, fulls, models):
@@ -333,6 +345,42 @@ def test_no_tensor_of_the_expert_is_read_whole(tmp_path, models, monkeypatch):
     composed(tmp_path / "big", *full, base=models / "B", method="ties")
     one, two = (support.load_tensors(tmp_path / name) for name in ("small", "big"))
     assert all(torch.allclose(one[n], two[n], atol=1e-6) for n in one)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_failing_disk_leaves_the_old_or_nothing(tmp_path, models, monkeypatch, overwrite):
+    """Shards, index and config appear together, or not at all."""
+    base = support.make_full(tmp_path / "base", models / "B", std=0.0, shard=90_000)
+    full = support.make_full(tmp_path / "F", models / "B")
+    out = tmp_path / "out"
+    if overwrite:
+        composed(out, base, full, base=base)
+    before = support.folder_bytes(out) if overwrite else None
+    plan = plan_of(full, base=base)
+    for at in range(1, 200):
+        steps = 0
+
+        def fail(operation, path, at=at):
+            nonlocal steps
+            steps += 1
+            if steps == at:
+                raise OSError(errno.ENOSPC, "no space")
+
+        monkeypatch.setattr(fs, "_step", fail)
+        try:
+            run_plan(plan, out, overwrite=overwrite)
+        except StorageError as error:
+            assert "the disk is full" in error.message
+            assert sorted(p.name for p in tmp_path.iterdir()) == (
+                ["F", "base", "out"] if overwrite else ["F", "base"]
+            )
+            assert not overwrite or support.folder_bytes(out) == before
+        else:
+            break
+    names = {path.name for path in out.iterdir()}
+    assert {path.name for path in base.iterdir()} <= names
+    assert at > 3 * len(list(base.glob("*.safetensors")))  # written, synced, sealed
+    assert support.folder_bytes(out) != before
 
 
 # Refusals
