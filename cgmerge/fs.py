@@ -12,6 +12,7 @@ k-th operation fail or kill the process.
 import contextlib
 import ctypes
 import errno
+import hashlib
 import os
 import re
 import secrets
@@ -20,7 +21,7 @@ import socket
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,39 @@ def write_lines(path: Path, lines: Iterator[bytes] | list[bytes]) -> None:
                 file.write(line + b"\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def write_chunks(path: Path, chunks: "Iterable[bytes | memoryview]", size: int) -> str:
+    """Write a file inside a staged folder piece by piece, so that it is never in memory whole.
+
+    Args:
+        path: Target, in a folder from `new_folder`.
+        chunks: What to write; errors of whoever makes them pass through unchanged.
+        size: Bytes of all of them, for the message when the disk is full.
+
+    Returns:
+        The sha256 of what was to be written, in hexadecimal, to compare with what can be read.
+
+    Raises:
+        StorageError: The operating system refused; says how many bytes were needed and free.
+    """
+    digest = hashlib.sha256()
+    with _storage_errors(path, size):
+        _step("write", path)
+        file = path.open("wb", buffering=1 << 20)
+    try:
+        for chunk in chunks:
+            digest.update(chunk)
+            with _storage_errors(path, size):
+                file.write(chunk)
+        with _storage_errors(path, size):
+            file.flush()
+            _step("fsync", path)
+            os.fsync(file.fileno())
+    finally:
+        with contextlib.suppress(OSError):  # what close would write again was reported above
+            file.close()
+    return digest.hexdigest()
 
 
 def write_tensors(

@@ -10,10 +10,11 @@ kept in cards and verified with `sha256`.
 import contextlib
 import errno
 import hashlib
+import json
 import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -125,7 +126,7 @@ class TensorFile:
         import torch
 
         info = self.infos[name]
-        dtype: torch.dtype = getattr(torch, _TORCH_NAMES[info.dtype])
+        dtype = torch_dtype(info.dtype)
         if info.end == info.start:
             return torch.empty(info.shape, dtype=dtype)
         data = bytearray(self._pread(info.start, info.end - info.start))
@@ -135,6 +136,17 @@ class TensorFile:
         """Read raw bytes `first:last` of one tensor's data (offsets in bytes, within it)."""
         info = self.infos[name]
         return self._pread(info.start + first, last - first)
+
+    def read_entries(self, name: str, first: int, last: int) -> "torch.Tensor":
+        """Read entries `first:last` of one tensor, flattened row by row, in the stored dtype."""
+        import torch
+
+        dtype = torch_dtype(self.infos[name].dtype)
+        if last <= first:
+            return torch.empty(0, dtype=dtype)
+        width = DTYPE_BYTES[self.infos[name].dtype]
+        data = bytearray(self.read_rows(name, first * width, last * width))
+        return torch.frombuffer(data, dtype=dtype)
 
     def sha256(self) -> str:
         """Hash the whole file as it is now, in hexadecimal."""
@@ -231,6 +243,43 @@ class TensorFile:
             path=self.path,
             found=self.size,
         )
+
+
+def torch_dtype(name: str) -> "torch.dtype":
+    """Return the torch type of a dtype name of the format, e.g. `BF16`."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, _TORCH_NAMES[name])
+    return dtype
+
+
+def dtype_name(dtype: "torch.dtype") -> str:
+    """Return the format's name of a torch type, e.g. `BF16`."""
+    word = str(dtype).removeprefix("torch.")
+    return next(name for name, torch_name in _TORCH_NAMES.items() if torch_name == word)
+
+
+def plan_file(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, list[str], int]:
+    """Lay a safetensors file out before its data exist.
+
+    Args:
+        tensors: Name to dtype name and shape.
+
+    Returns:
+        Everything before the data; the order in which the tensors' data must follow (wide types
+        first, as the format's own writer has it, so that all are aligned); the size of the file.
+    """
+    order = sorted(tensors, key=lambda name: (-DTYPE_BYTES[tensors[name][0]], name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    place = 0
+    for name in order:
+        dtype, shape = tensors[name]
+        end = place + math.prod(shape) * DTYPE_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, order, 8 + len(text) + place
 
 
 def open_regular(path: Path, *, follow_links: bool = False) -> int:

@@ -1,6 +1,7 @@
 """Small models and experts for tests, built without peft so that most tests stay fast."""
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -45,6 +46,55 @@ def make_llama(folder, *, seed=0, tied=False, layers=LAYERS, hidden=HIDDEN, dtyp
             parameter.mul_(3.0)
     model.save_pretrained(folder)
     return folder
+
+
+def make_full(folder, base, *, seed=1, std=0.05, change=None, shard=None, only=""):
+    """Write a full fine-tune of a model folder: noise on all weights whose name has `only`.
+
+    `change` edits the tensors; `shard` splits them over files of at most so many bytes.
+    """
+    shutil.copytree(base, folder)
+    tensors = load_tensors(folder)
+    for path in Path(folder).glob("*.safetensors*"):
+        path.unlink()
+    generator = torch.Generator().manual_seed(seed)
+    for name in sorted(tensors):
+        noise = torch.randn(tensors[name].shape, generator=generator) * std
+        if only in name and tensors[name].is_floating_point():
+            tensors[name] = (tensors[name].float() + noise).to(tensors[name].dtype)
+    if change is not None:
+        tensors = change(tensors)
+    write_tensors(folder, tensors, shard)
+    return Path(folder)
+
+
+def load_tensors(folder):
+    """All weights of a model folder, however they are sharded."""
+    return {
+        n: t for p in sorted(Path(folder).glob("*.safetensors")) for n, t in load_file(p).items()
+    }
+
+
+def write_tensors(folder, tensors, shard=None):
+    """Write model weights as one file, or as shards of at most `shard` bytes and an index."""
+    folder = Path(folder)
+    if shard is None:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    groups, size = [{}], 0
+    for name, tensor in tensors.items():
+        bytes_ = tensor.numel() * tensor.element_size()
+        if size + bytes_ > shard and groups[-1]:
+            groups.append({})
+            size = 0
+        groups[-1][name] = tensor
+        size += bytes_
+    where = {}
+    for number, group in enumerate(groups, 1):
+        file = f"model-{number:05}-of-{len(groups):05}.safetensors"
+        save_file(group, folder / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(group, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
 
 
 def make_gpt2(folder, *, seed=0):

@@ -1,6 +1,7 @@
 """Writing: complete or not at all, whatever fails and whenever the process dies."""
 
 import errno
+import hashlib
 import os
 import shutil
 import signal
@@ -229,6 +230,7 @@ def test_leftovers_of_long_names_are_collected(tmp_path):
     [
         "fs.write_bytes(stage / 'big', b'x' * 5000)",
         "fs.write_tensors(stage / 'big', {'t': torch.ones(1250)})",
+        "fs.write_chunks(stage / 'big', [b'x' * 500] * 10, 5000)",
         # As peft and transformers save, with safetensors' own exception.
         "save_file({'t': torch.ones(1250)}, stage / 'big')",
     ],
@@ -264,4 +266,35 @@ def test_file_size_limit_is_a_storage_error(tmp_path, statement):
 def test_other_errors_of_safetensors_stay(tmp_path):
     with pytest.raises(SafetensorError), fs.new_folder(tmp_path / "out"):
         raise SafetensorError("invalid header")
+    assert listing(tmp_path) == []
+
+
+def test_chunks_are_written_as_they_come(tmp_path):
+    """Never collected; the digest is that of the file; errors of the maker are its own."""
+
+    def chunks(count):
+        for number in range(count):
+            assert (tmp_path / "x").exists()
+            yield bytes([number]) * 3
+
+    digest = fs.write_chunks(tmp_path / "x", chunks(4), 12)
+    content = (tmp_path / "x").read_bytes()
+    assert content == b"\0\0\0\1\1\1\2\2\2\3\3\3"
+    assert digest == hashlib.sha256(content).hexdigest()
+    assert fs.write_chunks(tmp_path / "y", [], 0) == hashlib.sha256(b"").hexdigest()
+
+    def broken():
+        yield b"1"
+        raise OSError(5, "reading failed", "input")
+
+    with pytest.raises(OSError, match="reading failed") as caught:
+        fs.write_chunks(tmp_path / "z", broken(), 2)
+    assert not isinstance(caught.value, StorageError)
+
+
+@pytest.mark.parametrize("at", range(1, 3))
+def test_chunks_failing_leave_nothing(tmp_path, monkeypatch, at):
+    monkeypatch.setattr(fs, "_step", Fault(at + 1))  # the first is the folder
+    with pytest.raises(StorageError), fs.new_folder(tmp_path / "out") as stage:
+        fs.write_chunks(stage / "x", [b"1"], 1)
     assert listing(tmp_path) == []

@@ -91,7 +91,17 @@ def test_import_is_light():
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["train"], ["compose"], ["eval"], ["inspect"], ["methods"], ["demo"], ["doctor"]],
+    [
+        [],
+        ["train"],
+        ["compose"],
+        ["eval"],
+        ["extract"],
+        ["inspect"],
+        ["methods"],
+        ["demo"],
+        ["doctor"],
+    ],
 )
 def test_help_is_light(command):
     words = [*command, "--help"]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from cgmerge.errors import CgmergeError, Damaged, Incompatible, LimitExceeded, NotFound, Unsafe
-from cgmerge.tensorfile import TensorFile, file_sha256, read_small
+from cgmerge.tensorfile import TensorFile, dtype_name, file_sha256, plan_file, read_small
 
 
 def write(path, header, body=b""):
@@ -160,3 +160,33 @@ def test_every_truncation_is_found(tmp_path):
         (tmp_path / "x").write_bytes(raw[:size])
         with pytest.raises(Damaged):
             TensorFile(tmp_path / "x")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_planned_file_is_read_by_the_library(tmp_path, seed):
+    """Mixed types and shapes, empty ones and scalars."""
+    generator = torch.Generator().manual_seed(seed)
+    types = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool]
+    shapes = [(3, 5), (7,), (), (0, 4), (2, 3, 4), (1,)]
+    tensors = {
+        f"t{i}.é": (torch.randn(shape, generator=generator) * 3).to(types[(i + seed) % 6])
+        for i, shape in enumerate(shapes)
+    }
+    head, order, size = plan_file(
+        {name: (dtype_name(t.dtype), tuple(t.shape)) for name, t in tensors.items()}
+    )
+    assert len(head) % 8 == 0
+    data = b"".join(tensors[n].reshape(-1).view(torch.uint8).numpy().tobytes() for n in order)
+    (tmp_path / "planned").write_bytes(head + data)
+    assert len(head + data) == size
+    loaded = load_file(tmp_path / "planned")
+    with TensorFile(tmp_path / "planned") as file:
+        assert set(file.infos) == set(loaded) == set(tensors)
+        for name, tensor in tensors.items():
+            assert torch.equal(loaded[name], tensor)
+            assert torch.equal(file.read(name), tensor)
+            flat = tensor.reshape(-1)
+            for first, last in ((0, len(flat)), (len(flat) // 2, len(flat)), (1, 1)):
+                part = file.read_entries(name, first, last)
+                assert part.dtype == tensor.dtype
+                assert torch.equal(part, flat[first:last])

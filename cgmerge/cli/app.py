@@ -16,7 +16,7 @@ import typer
 
 from cgmerge import fs
 from cgmerge._version import __version__
-from cgmerge.cli import compose, demo, doctor, evaluate, inspect, methods, stats, train
+from cgmerge.cli import compose, demo, doctor, evaluate, extract, inspect, methods, stats, train
 from cgmerge.cli.output import print_error
 from cgmerge.cli.spread import spread
 from cgmerge.errors import CgmergeError, LimitExceeded, StorageError, UsageError
@@ -64,6 +64,7 @@ app.command("train", rich_help_panel="Experts")(train.train)
 app.command("inspect", rich_help_panel="Experts")(inspect.inspect)
 app.command("stats", rich_help_panel="Experts")(stats.stats)
 app.command("compose", rich_help_panel="Compose")(compose.compose)
+app.command("extract", rich_help_panel="Compose")(extract.extract)
 app.command("methods", rich_help_panel="Compose")(methods.methods)
 app.command("eval", rich_help_panel="Measure")(evaluate.evaluate)
 app.command("demo", rich_help_panel="Help")(demo.demo)

@@ -38,7 +38,7 @@ def compare_experts(targets: list[str], base: str | None, output: Output) -> Non
     refs = tuple(ExpertRef(*parse_weighted(text)) for text in targets)
     plan = make_plan(Recipe(experts=refs, method="task-arithmetic", base=base))
     order = plan.given
-    experts = [plan.experts[i] for i in order]
+    experts = [plan.adapters[i] for i in order]
     weights = [plan.rule.weights[i] for i in order]
     modules = compare([plan.deltas[i] for i in order], weights)
     facts = _facts(experts, weights, modules) | {"warnings": plan.warnings}

@@ -12,6 +12,8 @@ from cgmerge.errors import UsageError
 if TYPE_CHECKING:
     from cgmerge.evals.suite import SkillSet
     from cgmerge.modules.compose import Plan
+    from cgmerge.modules.expert import Expert
+    from cgmerge.modules.fullmodel import FullExpert
     from cgmerge.modules.recipe import Recipe
 
 
@@ -20,7 +22,7 @@ def compose(
         list[str],
         typer.Argument(
             metavar="EXPERT[=WEIGHT]...",
-            help="Adapter folders, or one recipe (.yml, or cgmerge.json of an earlier result)",
+            help="Adapter folders, full models, or one recipe (.yml, or cgmerge.json of a result)",
         ),
     ],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Where to write")] = None,
@@ -87,6 +89,8 @@ def compose(
       cgmerge compose experts/* --base BASE --tune validation/*.jsonl -o merged
 
       cgmerge compose experts/* --base BASE --as model -o merged-model
+
+      cgmerge compose FULL experts/a=0.5 --base BASE --as model -o merged-model
 
       cgmerge compose merged/cgmerge.json -o again
     """
@@ -206,11 +210,9 @@ def _show_plan(plan: "Plan", output: Output) -> None:
     settings = ", ".join(f"{key}={value}" for key, value in asdict(rule.params).items())
     output.line("plan", f"{rule.name}({settings}) on {len(plan.sizes)} modules")
     for expert, weight in ((plan.experts[i], rule.weights[i]) for i in plan.given):
-        ranks = "/".join(map(str, expert.ranks))
-        covered = f"{len(expert.pairs)} of {len(plan.sizes)} modules"
         output.line(
             "expert",
-            f"{expert.name}  weight {weight:g}  rank {ranks}  {covered}  {expert.digest[:12]}",
+            f"{expert.name}  weight {weight:g}  {_kind(expert, plan)}  {expert.digest[:12]}",
         )
     for name, value in asdict(rule.params).items():
         output.detail("means", f"{name}={value}: {_doc(rule.spec.params, name)}")
@@ -218,6 +220,16 @@ def _show_plan(plan: "Plan", output: Output) -> None:
     output.detail("memory", f"about {plan.peak_bytes / 1e6:.0f} MB above start")
     for warning in plan.warnings:
         output.warn(warning)
+
+
+def _kind(expert: "Expert | FullExpert", plan: "Plan") -> str:
+    """Say how much of a model an expert changes."""
+    from cgmerge.modules.expert import Expert
+
+    if not isinstance(expert, Expert):
+        return "full model"
+    ranks = "/".join(map(str, expert.ranks))
+    return f"rank {ranks}  {len(expert.pairs)} of {len(plan.sizes)} modules"
 
 
 def _doc(params: type, name: str) -> str:

@@ -111,8 +111,14 @@ def check_open(plan: "Plan") -> None:
     """Refuse a composition that leaves nothing to choose.
 
     Raises:
-        UsageError: Every parameter that could be tuned is given.
+        UsageError: Every parameter that could be tuned is given, or an expert is a full model.
     """
+    if plan.has_full:
+        raise UsageError(
+            "tuning attaches merges to the base as adapters; full models are none",
+            code="tune",
+            hint="give --scale, or make adapters of the full models with `cgmerge extract`",
+        )
     if not grids_of(plan.rule, plan.recipe.params):
         raise UsageError(
             f"every parameter of `{plan.rule.name}` is given; nothing is left to tune",

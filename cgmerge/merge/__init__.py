@@ -12,7 +12,7 @@ from torch import Tensor
 from cgmerge.errors import Damaged, Incompatible
 from cgmerge.merge.deltas import LowRank, inner, pad_rank, stack
 from cgmerge.merge.engine import Merger, Rule, make_rule, plan_rank
-from cgmerge.merge.lowrank import Truncated, truncate, truncate_dense
+from cgmerge.merge.lowrank import Truncated, best_dense, truncate, truncate_dense
 from cgmerge.merge.registry import MethodSpec, all_methods, get_method
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Rule",
     "Truncated",
     "all_methods",
+    "best_dense",
     "get_method",
     "inner",
     "make_rule",

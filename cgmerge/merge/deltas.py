@@ -8,6 +8,7 @@ stream that never holds more than one block of rows of all experts.
 
 import copy
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,6 +54,32 @@ class LowRank:
     def norm(self) -> float:
         """Return the Frobenius norm, from the Gram matrices of the factors (float64)."""
         return math.sqrt(max(inner(self, self), 0.0))
+
+
+class Rows(ABC):
+    """A delta that is read in ranges of rows, so that it need never be in memory whole.
+
+    Attributes:
+        shape: Any shape. As a matrix a vector has one row, and axes after the first are columns.
+    """
+
+    shape: tuple[int, ...]
+
+    @abstractmethod
+    def rows(self, first: int, last: int) -> Float[Tensor, "rows columns"]:
+        """Read rows `first:last` of the matrix."""
+
+    @property
+    def ndim(self) -> int:
+        """Return the number of axes."""
+        return len(self.shape)
+
+    def dense(self) -> Float[Tensor, "..."]:
+        """Read the whole delta, in its own shape."""
+        return self.rows(0, matrix_shape(self)[0]).reshape(self.shape)
+
+
+Delta = LowRank | Tensor | Rows
 
 
 def inner(x: LowRank, y: LowRank) -> float:
@@ -125,7 +152,8 @@ class Blocks:
     """All experts' deltas as a repeatable stream of row blocks; absent modules are zero.
 
     Args:
-        experts: One mapping per expert, module name to `LowRank` or a tensor of any shape.
+        experts: One mapping per expert, module name to `LowRank`, a tensor of any shape, or
+            `Rows`.
         names: Which names to stream; default the sorted union. Positions (`Block.start`) always
             count over the sorted union.
         dtype: What blocks are computed in: float32, or float64 for float64 inputs.
@@ -134,7 +162,7 @@ class Blocks:
 
     def __init__(
         self,
-        experts: Sequence[Mapping[str, LowRank | Tensor]],
+        experts: Sequence[Mapping[str, Delta]],
         *,
         names: Sequence[str] | None = None,
         dtype: torch.dtype = torch.float32,
@@ -154,7 +182,7 @@ class Blocks:
             known = getattr(expert, "sizes", None)
             for name in expert:
                 if name not in found:
-                    found[name] = known[name][:2] if known else _matrix_shape(expert[name])
+                    found[name] = known[name][:2] if known else matrix_shape(expert[name])
         return found
 
     @property
@@ -216,7 +244,7 @@ class Blocks:
         start = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
         return sum((row @ row.T for row in rows), start=start)
 
-    def fetch(self, name: str) -> list[LowRank | Tensor | None]:
+    def fetch(self, name: str) -> list[Delta | None]:
         """Return one module of every expert, None where absent (may read from disk)."""
         return [expert.get(name, None) for expert in self.experts]
 
@@ -261,20 +289,23 @@ class Blocks:
             shape = (len(deltas), last - first, self.shapes[name][1])
             values = torch.zeros(shape, dtype=self.dtype, device=device)
             for place, delta in zip(values, deltas, strict=True):
-                if isinstance(delta, LowRank):
+                if isinstance(delta, LowRank | Rows):
                     place.copy_(delta.rows(first, last))
                 elif delta is not None:
-                    place.copy_(delta.reshape(_matrix_shape(delta))[first:last])
+                    place.copy_(delta.reshape(matrix_shape(delta))[first:last])
             return values
 
         return copy_rows
 
 
-def _device(delta: LowRank | Tensor) -> torch.device:
+def _device(delta: Delta) -> torch.device:
+    if isinstance(delta, Rows):
+        return torch.device("cpu")
     return delta.a.device if isinstance(delta, LowRank) else delta.device
 
 
-def _matrix_shape(delta: LowRank | Tensor) -> tuple[int, int]:
+def matrix_shape(delta: Delta) -> tuple[int, int]:
+    """Return (rows, columns): a vector has one row, a scalar one entry, other axes are columns."""
     shape = tuple(delta.shape)
     if len(shape) == 0:
         return 1, 1

@@ -1,8 +1,8 @@
 """Run a method over all modules: factors in, factors or dense deltas out, one module at a time.
 
 Peak memory is one module's dense delta (none at all for methods that stay in factors) plus one
-block of rows of all experts, whatever the size of the model. Matrix rules on plain tensors hold
-one module of every expert in float64.
+block of rows of all experts, whatever the size of the model (`Merger.pieces`: the block alone).
+Matrix rules on plain tensors hold one module of every expert in float64.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cgmerge.errors import UsageError
-from cgmerge.merge.deltas import Block, Blocks, LowRank, sizes_of, stack
+from cgmerge.merge.deltas import Block, Blocks, Delta, LowRank, Rows, sizes_of, stack
 from cgmerge.merge.lowrank import OVERSAMPLE, Truncated, truncate, truncate_dense
 from cgmerge.merge.registry import MethodSpec, Params, get_method
 from cgmerge.merge.spaces import SPACES, Projected, Space, SpaceExperts, project
@@ -127,8 +127,8 @@ class Merger:
 
     Args:
         rule: From `make_rule`.
-        experts: One mapping per expert, module name to factors (or plain tensors of any shape);
-            modules may differ (absent is zero) and so may ranks.
+        experts: One mapping per expert, module name to factors (or plain tensors of any shape,
+            or `Rows`); modules may differ (absent is zero) and so may ranks.
         dtype: What is computed in: float32, or float64 for float64 inputs.
         ids: What each expert is called; random methods draw the same for the same name, whatever
             the order. Default: the position.
@@ -141,7 +141,7 @@ class Merger:
     def __init__(
         self,
         rule: Rule,
-        experts: Sequence[Mapping[str, LowRank | Tensor]],
+        experts: Sequence[Mapping[str, Delta]],
         dtype: torch.dtype = torch.float32,
         *,
         ids: Sequence[str] | None = None,
@@ -186,6 +186,24 @@ class Merger:
                 return merged if projected is None else projected.lift(merged).to(self.dtype)
         return self._merged(name)
 
+    def pieces(self, name: str) -> Iterator[Float[Tensor, "rows in"]]:
+        """Yield the rows of `dense` one block after the other; only matrix rules hold all of them.
+
+        A piece is valid until the next one is asked for.
+        """
+        kernel = None if self.space is not None else self._kernel(name)
+        if kernel is None:
+            yield self.dense(name)
+            return
+        blocks = iter(self.blocks.only(name))
+        while True:
+            with one_thread():  # not around the yield: the caller's own settings hold there
+                block = next(blocks, None)
+                if block is None:
+                    return
+                merged = kernel(block)
+            yield merged
+
     def factors(self, name: str, rank: int) -> Truncated:
         """Return one module's merged delta at rank at most `rank`, and the error of that.
 
@@ -218,22 +236,28 @@ class Merger:
 
     def _merged(self, name: str) -> Tensor:
         """Apply the rule to one module as the blocks show it."""
+        kernel = self._kernel(name)
+        if kernel is not None:
+            return self._assemble(name, kernel)
+        with one_thread():
+            projected, merged = self._matrix(name)
+            return projected.lift(merged).to(self.dtype)
+
+    def _kernel(self, name: str) -> Callable[[Block], Tensor] | None:
+        """Return what merges a block of one module; None for rules that need all of it."""
         spec, rule = self.rule.spec, self.rule
         if spec.kind == "matrix":
             with one_thread():
-                if self._is_vector(name):
-                    return self._combine(name, self._mean())
-                projected, merged = self._matrix(name)
-                return projected.lift(merged).to(self.dtype)
+                return self._sum(self._mean()) if self._is_vector(name) else None
         if spec.kind in ("linear", "gram"):
-            return self._combine(name, self._coefficients(name))
+            return self._sum(self._coefficients(name))
         known, scale = self.state.get(name), rule.params.scale
 
         def kernel(block: Block) -> Tensor:
             merged: Tensor = spec.function(block, rule.weights, rule.params, known)
             return merged if scale == 1.0 else merged.mul_(scale)
 
-        return self._assemble(name, kernel)
+        return kernel
 
     def _matrix(self, name: str) -> tuple[Projected, Tensor]:
         """Run a matrix rule in the smallest space that holds its result."""
@@ -261,11 +285,11 @@ class Merger:
         return [rule.params.scale * weight / (total or 1.0) for weight in rule.weights]
 
     def _is_vector(self, name: str) -> bool:
-        return any(isinstance(d, Tensor) and d.ndim < 2 for d in self.blocks.fetch(name))
+        return any(isinstance(d, Tensor | Rows) and d.ndim < 2 for d in self.blocks.fetch(name))
 
-    def _combine(self, name: str, coefficients: list[float]) -> Tensor:
+    def _sum(self, coefficients: list[float]) -> Callable[[Block], Tensor]:
         factors = torch.tensor(coefficients, dtype=self.dtype)
-        return self._assemble(name, lambda block: _weighted_sum(block.values, factors))
+        return lambda block: _weighted_sum(block.values, factors)
 
     def _assemble(self, name: str, merge: Callable[[Block], Tensor]) -> Tensor:
         with one_thread():

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cgmerge.merge.deltas import LowRank
+from cgmerge.merge.deltas import Delta, LowRank, Rows
 
 Space = Literal["core", "knots"]
 SPACES: tuple[Space, ...] = ("core", "knots")
@@ -56,9 +56,7 @@ class Projected:
         return LowRank(small if self.right is None else small @ self.right.T, self.left)
 
 
-def project(
-    deltas: Sequence[LowRank | Tensor | None], sides: Literal["both", "left", "none"]
-) -> Projected:
+def project(deltas: Sequence[Delta | None], sides: Literal["both", "left", "none"]) -> Projected:
     """Write the deltas of one module in the space that `sides` allows, without loss.
 
     Args:
@@ -68,7 +66,7 @@ def project(
     present = [delta for delta in deltas if delta is not None]
     factors = [delta for delta in present if isinstance(delta, LowRank)]
     if sides == "none" or len(factors) < len(present):
-        dense = [d.dense() if isinstance(d, LowRank) else d.flatten(1) for d in present]
+        dense = [_whole(delta).flatten(1) for delta in present]
         return Projected(None, None, _fill(deltas, [matrix.double() for matrix in dense]))
     left, r_b = torch.linalg.qr(torch.cat([delta.b for delta in factors], dim=1))
     ranks = [delta.rank for delta in factors]
@@ -80,7 +78,7 @@ def project(
     return Projected(left, right, _fill(deltas, [x @ y.T for x, y in pairs]))
 
 
-def into_space(deltas: Sequence[LowRank | Tensor | None], space: Space) -> Projected:
+def into_space(deltas: Sequence[Delta | None], space: Space) -> Projected:
     """Write the deltas of one module in a named space; see the module."""
     exact = project(deltas, "both")
     matrices = exact.matrices
@@ -102,7 +100,7 @@ class SpaceExperts:
         views: As many mappings as experts; all of them hold every module that can be rotated.
     """
 
-    def __init__(self, experts: Sequence[Mapping[str, LowRank | Tensor]], space: Space) -> None:
+    def __init__(self, experts: Sequence[Mapping[str, Delta]], space: Space) -> None:
         self.experts = experts
         self.space = space
         self.names = sorted(set().union(*[set(expert) for expert in experts]))
@@ -114,7 +112,7 @@ class SpaceExperts:
         if self._known is not None and self._known[0] == name:
             return self._known[1]
         deltas = [expert.get(name, None) for expert in self.experts]
-        if any(isinstance(delta, Tensor) and delta.ndim < 2 for delta in deltas):
+        if any(isinstance(delta, Tensor | Rows) and delta.ndim < 2 for delta in deltas):
             return None
         # Modules are visited one after the other: remembering one is enough.
         self._known = name, into_space(deltas, self.space)
@@ -133,8 +131,8 @@ class _View(Mapping[str, Tensor]):
         if projected is not None:
             return projected.matrices[self.place]
         plain = self.owner.experts[self.place].get(name, None)
-        if isinstance(plain, Tensor):
-            return plain
+        if isinstance(plain, Tensor | Rows):
+            return _whole(plain)
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -142,6 +140,10 @@ class _View(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.owner.names)
+
+
+def _whole(delta: Delta) -> Tensor:
+    return delta if isinstance(delta, Tensor) else delta.dense()
 
 
 def _basis(matrix: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ SAMPLES = 32
 # Families whose projections are transformers' Conv1D, stored [in, out] instead of [out, in].
 _CONV1D_FAMILIES = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer"}
 _CONV1D_LEAVES = {"c_attn", "c_proj", "c_fc", "q_attn"}
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 _STEM = re.compile(r"^(model|transformer)\.")
 _CONFIG_KEYS = {
     "model_type": ("model_type",),
@@ -84,8 +85,7 @@ class Base:
         values are the same; it differs for any two bases that were trained differently.
         """
         digest = hashlib.sha256()
-        for name, keys in _CONFIG_KEYS.items():
-            value = next((self.config[key] for key in keys if key in self.config), None)
+        for name, value in config_values(self.config).items():
             digest.update(f"{name}={value}\n".encode())
         samples = dict(self._samples())
         if samples.get("lm_head.weight") in {samples.get(n) for n in samples if "embed" in n}:
@@ -106,8 +106,22 @@ class Base:
                 rows, columns = info.shape
                 sizes = (columns, rows) if transposed else (rows, columns)
                 found[path] = ModuleShape(name, *sizes, transposed)
-        found.update(self._tied_heads(found))
+        if "lm_head" not in found and self.embedding is not None:
+            # A tied head has no tensor in the file.
+            found["lm_head"] = found[self.embedding.removesuffix(".weight")]
         return found
+
+    @cached_property
+    def embedding(self) -> str | None:
+        """Return the weight of the input embedding, where there is one that a head could share."""
+        return next(
+            (
+                name
+                for name, info in self.infos.items()
+                if name.endswith(_EMBEDDINGS) and name.count(".") <= 2 and len(info.shape) == 2
+            ),
+            None,
+        )
 
     @property
     def ties_head(self) -> bool:
@@ -119,14 +133,6 @@ class Base:
         with TensorFile(self.files[name], follow_links=True) as file:
             return file.read(name)
 
-    def _tied_heads(self, found: dict[str, ModuleShape]) -> dict[str, ModuleShape]:
-        """Give a tied model its `lm_head`, which has no tensor in the file."""
-        if "lm_head" in found:
-            return {}
-        inputs = ("embed_tokens", "wte")
-        twins = [s for p, s in found.items() if p.endswith(inputs) and p.count(".") <= 1]
-        return {"lm_head": twins[0]} if twins else {}
-
     def _samples(self) -> Iterable[tuple[str, bytes]]:
         by_file: dict[Path, list[str]] = {}
         for name, path in self.files.items():
@@ -134,7 +140,20 @@ class Base:
         for path, names in by_file.items():
             with TensorFile(path, follow_links=True) as file:
                 for name in names:
-                    yield _STEM.sub("", name), _sample(file, name)
+                    yield stem_of(name), _sample(file, name)
+
+
+def stem_of(name: str) -> str:
+    """Return a weight's name without what only some files have before it (`model.`)."""
+    return _STEM.sub("", name)
+
+
+def config_values(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what config.json says of architecture and sizes, under names of our own."""
+    return {
+        name: next((config[key] for key in keys if key in config), None)
+        for name, keys in _CONFIG_KEYS.items()
+    }
 
 
 def open_base(ref: str) -> Base:

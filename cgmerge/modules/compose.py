@@ -6,31 +6,25 @@ are sorted by content first, so that equal inputs give equal bytes.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cgmerge import fs
 from cgmerge.errors import Damaged, Incompatible, NotFound, UsageError
 from cgmerge.modules.adapter_config import MAX_RANK
-from cgmerge.modules.adapter_out import AdapterForm, missing_siblings, write_adapter
 from cgmerge.modules.base import Base, open_base
 from cgmerge.modules.compose_out import check_out
-from cgmerge.modules.compose_record import base_name, base_record, experts_record, write_records
-from cgmerge.modules.expert import (
-    Expert,
-    ExpertDeltas,
-    check_modules,
-    module_prefix,
-    open_expert,
-)
+from cgmerge.modules.compose_record import base_record, experts_record, write_records
+from cgmerge.modules.expert import CONFIG, Expert, open_expert
 from cgmerge.modules.recipe import ExpertRef, Recipe
+from cgmerge.refs import local_folder
 
 if TYPE_CHECKING:
-    import torch
-
-    from cgmerge.merge import LowRank, Rule
+    from cgmerge.merge import Rule
+    from cgmerge.modules.fullmodel import FullExpert
     from cgmerge.modules.stats import StatsFile
 
 Progress = Callable[[int], None]
@@ -42,9 +36,9 @@ class Plan:
 
     Attributes:
         recipe: What was asked for.
-        experts: Opened, in canonical order.
+        experts: Opened, in canonical order: adapters, and full models where the result is one.
         refs: How the user named them, in the same order.
-        deltas: Their task vectors.
+        deltas: Their task vectors, by module path; with full models by name of the base's weight.
         rule: Method, parameters and weights, in the same order.
         rank: Rank of the adapter; 0 for a model.
         base: The base, where one was given.
@@ -53,9 +47,9 @@ class Plan:
     """
 
     recipe: Recipe
-    experts: list[Expert]
+    experts: "list[Expert | FullExpert]"
     refs: list[str]
-    deltas: list[ExpertDeltas]
+    deltas: list[Mapping[str, Any]]
     rule: "Rule"
     rank: int
     base: Base | None
@@ -65,12 +59,24 @@ class Plan:
     warnings: list[str] = field(default_factory=list)
 
     @property
+    def adapters(self) -> list[Expert]:
+        """Return those experts that are adapters."""
+        return [expert for expert in self.experts if isinstance(expert, Expert)]
+
+    @property
+    def has_full(self) -> bool:
+        """Whether some expert is a full model."""
+        return len(self.adapters) < len(self.experts)
+
+    @cached_property
     def sizes(self) -> dict[str, tuple[int, int]]:
         """Return (out, in) of every module that any expert touches."""
+        from cgmerge.merge.deltas import sizes_of
+
         return {
             path: (out, into)
             for deltas in self.deltas
-            for path, (out, into, _) in deltas.sizes.items()
+            for path, (out, into, _) in sizes_of(deltas).items()
         }
 
     @property
@@ -87,16 +93,15 @@ class Plan:
     def peak_bytes(self) -> int:
         """Return a rough estimate of the memory above the program's own."""
         from cgmerge.merge.deltas import BLOCK_ENTRIES
+        from cgmerge.modules.weights import CHUNK_ENTRIES
 
+        blocks = 16 * BLOCK_ENTRIES
         largest = max(out * into for out, into in self.sizes.values())
+        if self.recipe.form == "model":
+            whole = self.rule.spec.kind == "matrix" or self.rule.space
+            return blocks + 32 * CHUNK_ENTRIES + (16 * len(self.experts) * largest if whole else 0)
         adapter = sum((out + into) * self.rank * 4 for out, into in self.sizes.values())
-        dense = 0 if self.rule.low_rank and self.recipe.form == "adapter" else 3 * largest * 4
-        return adapter + dense + 16 * BLOCK_ENTRIES + self._shard_bytes()
-
-    def _shard_bytes(self) -> int:
-        if self.base is None or self.recipe.form == "adapter":
-            return 0
-        return max(path.stat().st_size for path in set(self.base.files.values()))
+        return adapter + blocks + (0 if self.rule.low_rank else 3 * largest * 4)
 
 
 @dataclass(frozen=True)
@@ -139,13 +144,12 @@ def make_plan(recipe: Recipe) -> Plan:
     from cgmerge.merge import make_rule, plan_rank
 
     base = _open_base(recipe) if recipe.base is not None else None
-    opened = [(_open(item, recipe, base), item) for item in recipe.experts]
+    opened = [(_open_checked(item, recipe, base), item) for item in recipe.experts]
     order = sorted(range(len(opened)), key=lambda i: _order_key(opened[i]))
     experts = [opened[i][0] for i in order]
     items = [opened[i][1] for i in order]
-    _check_same_base(experts, recipe)
-    deltas = [expert.deltas(base, force_base=recipe.force_base) for expert in experts]
-    _check_same_shapes(experts)
+    _check_same_base([expert for expert in experts if isinstance(expert, Expert)], recipe)
+    deltas = _deltas(experts, base, recipe)
     rule = make_rule(
         recipe.method, len(experts), weights=[item.weight for item in items], params=recipe.params
     )
@@ -191,7 +195,9 @@ def run_plan(
 
             modules, rounding = write_model(plan, stage, progress)
         else:
-            modules, rounding = _write_merged_adapter(plan, stage, progress)
+            from cgmerge.modules.compose_adapter import write_merged_adapter
+
+            modules, rounding = write_merged_adapter(plan, stage, progress)
         warnings = [*plan.warnings, *_result_warnings(plan, modules, rounding)]
         composed = Composed(out, plan, modules, rounding, warnings)
         write_records(composed, stage)
@@ -253,14 +259,14 @@ def _open_base(recipe: Recipe) -> Base:
     return base
 
 
-def _open(item: ExpertRef, recipe: Recipe, base: Base | None) -> Expert:
+def _open_checked(item: ExpertRef, recipe: Recipe, base: Base | None) -> "Expert | FullExpert":
     try:
-        expert = open_expert(item.ref, base=base)
+        expert = _open(item.ref, recipe, base)
     except NotFound:
         beside = recipe.folder / item.ref if recipe.folder else None
         if beside is None or not beside.is_dir():
             raise
-        expert = replace(open_expert(str(beside), base=base), ref=item.ref)
+        expert = replace(_open(str(beside), recipe, base), ref=item.ref)
     if item.sha256 is not None and expert.digest != item.sha256:
         raise Damaged(
             f"{item.ref} is not the expert that the recipe names: sha256 {expert.digest[:16]}…,"
@@ -273,14 +279,57 @@ def _open(item: ExpertRef, recipe: Recipe, base: Base | None) -> Expert:
     return expert
 
 
-def _open_stats(experts: list[Expert], rule: "Rule", recipe: Recipe) -> "list[StatsFile] | None":
+def _open(ref: str, recipe: Recipe, base: Base | None) -> "Expert | FullExpert":
+    """Open an adapter or, where there is a config.json instead, a full model."""
+    folder = local_folder(ref, what="expert")
+    if (folder / CONFIG).exists() or not (folder / "config.json").exists():
+        return open_expert(ref, base=base)
+    if base is None or recipe.form != "model":
+        shown = recipe.base or "BASE"
+        raise UsageError(
+            f"{ref} is a full model, not an adapter; full models are composed to a full model",
+            code="full_model",
+            hint=f"add --base {shown} --as model, or make an adapter of it:"
+            f" cgmerge extract {ref} --base {shown} --rank 16 -o OUT",
+            path=folder,
+        )
+    from cgmerge.modules.fullmodel import open_full
+
+    return open_full(ref, base)
+
+
+def _deltas(
+    experts: "Sequence[Expert | FullExpert]", base: Base | None, recipe: Recipe
+) -> list[Mapping[str, Any]]:
+    adapters = [expert for expert in experts if isinstance(expert, Expert)]
+    if base is not None and len(adapters) < len(experts):
+        from cgmerge.modules.fullmodel import task_vectors
+
+        return task_vectors(experts, base, force_base=recipe.force_base)
+    deltas = [expert.deltas(base, force_base=recipe.force_base) for expert in adapters]
+    _check_same_shapes(adapters)
+    return list(deltas)
+
+
+def _open_stats(
+    experts: "Sequence[Expert | FullExpert]", rule: "Rule", recipe: Recipe
+) -> "list[StatsFile] | None":
     kind = rule.spec.traits.stats
     if kind is None:
         return None
+    full = [expert.name for expert in experts if not isinstance(expert, Expert)]
+    if full:
+        raise UsageError(
+            f"method `{rule.spec.name}` needs {kind} statistics, which full models do not have:"
+            f" {', '.join(full[:5])}",
+            code="method",
+            hint="use another method, or make adapters of them with `cgmerge extract`",
+            found=full,
+        )
     from cgmerge.modules.stats import FILE, StatsFile
 
     found, missing = [], []
-    for expert in experts:
+    for expert in (one for one in experts if isinstance(one, Expert)):
         try:
             found.append(StatsFile(expert.folder / FILE, expert, kind))
         except NotFound:
@@ -301,7 +350,7 @@ def _open_stats(experts: list[Expert], rule: "Rule", recipe: Recipe) -> "list[St
     return found
 
 
-def _order_key(opened: tuple[Expert, ExpertRef]) -> tuple[str, float, str]:
+def _order_key(opened: "tuple[Expert | FullExpert, ExpertRef]") -> tuple[str, float, str]:
     expert, item = opened
     return expert.digest, item.weight if item.weight is not None else 1.0, item.ref
 
@@ -341,7 +390,7 @@ def _check_same_shapes(experts: list[Expert]) -> None:
 def _plan_warnings(plan: Plan) -> list[str]:
     warnings = [text for expert in plan.experts for text in expert.warnings]
     # Sorted: warnings are part of the record, which must not depend on the order of the experts.
-    unknown = sorted({e.name for e in plan.experts if e.base_fingerprint is None})
+    unknown = sorted({e.name for e in plan.adapters if e.base_fingerprint is None})
     if unknown:
         checked = "shapes fit" if plan.base else "not checked: no --base"
         warnings.append(f"{', '.join(unknown[:5])}: no base fingerprint in the expert ({checked})")
@@ -355,82 +404,6 @@ def _plan_warnings(plan: Plan) -> list[str]:
             " use --scale"
         )
     return warnings
-
-
-def _write_merged_adapter(
-    plan: Plan, stage: Path, progress: Progress | None
-) -> tuple[dict[str, ModuleReport], float]:
-    import torch
-
-    from cgmerge.merge import LowRank, Merger, pad_rank
-
-    merger = Merger(plan.rule, plan.deltas, ids=plan.ids, stats=plan.stats)
-    dtype = _adapter_dtype(plan.recipe.dtype)
-    factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    modules: dict[str, ModuleReport] = {}
-    lost = 0.0
-    for done, path in enumerate(merger.names, 1):
-        try:
-            merged = merger.factors(path, plan.rank)
-        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
-            # What an SVD says of values that are not finite.
-            raise _overflow(path, torch.float32) from error
-        exact = pad_rank(merged.delta, plan.rank)
-        written = LowRank(exact.a.to(dtype), exact.b.to(dtype))
-        finite = torch.isfinite(written.a).all() and torch.isfinite(written.b).all()
-        if not finite or not math.isfinite(merged.norm_sq):
-            raise _overflow(path, dtype)
-        norm = math.sqrt(merged.norm_sq)
-        modules[path] = ModuleReport(norm, math.sqrt(merged.error_sq) / norm if norm else 0.0)
-        lost += _difference_sq(exact, written) if dtype != exact.a.dtype else 0.0
-        factors[path] = written.a, written.b
-        if progress:
-            progress(done)
-    total = math.sqrt(sum(report.norm**2 for report in modules.values()))
-    refuse_noop(plan, total)
-    for path, (out, into) in _gaps(plan).items():
-        zeros = torch.zeros(plan.rank, into, dtype=dtype)
-        factors[path] = zeros, zeros.new_zeros(out, plan.rank)
-    form = AdapterForm(
-        rank=plan.rank,
-        alpha=plan.rank,
-        base_name=base_name(plan),
-        fan_in_fan_out=_fan_in_fan_out(plan),
-        task_type=plan.experts[0].config.task_type,
-    )
-    write_adapter(stage, factors, form)
-    _verify_adapter(stage, factors)
-    rounding = math.sqrt(lost) / total if total else 0.0
-    refuse_rounding(plan, rounding)
-    return modules, rounding
-
-
-def _verify_adapter(stage: Path, factors: dict[str, Any]) -> None:
-    """Read the written folder back and compare every value with what was meant."""
-    import torch
-
-    expert = open_expert(str(stage))
-    wrong = set(expert.pairs) ^ set(factors)
-    for path, pair in expert.pairs.items():
-        a, b = factors[path]
-        same = torch.equal(expert.file.read(pair.a), a) and torch.equal(expert.file.read(pair.b), b)
-        if not same or pair.scaling != 1.0:
-            wrong.add(path)
-    expert.file.close()
-    if wrong:
-        raise Damaged(
-            f"what was written does not read back the same: {', '.join(sorted(wrong)[:5])}",
-            code="read_back",
-            hint="the storage is not reliable; nothing was committed",
-        )
-
-
-def _difference_sq(exact: "LowRank", written: "LowRank") -> float:
-    from cgmerge.merge import LowRank, inner, stack
-
-    rounded = LowRank(written.a.to(exact.a.dtype), written.b.to(exact.b.dtype))
-    gap = stack([exact, rounded], [1.0, -1.0])
-    return max(inner(gap, gap), 0.0)
 
 
 def refuse_noop(plan: Plan, norm: float) -> None:
@@ -464,15 +437,6 @@ def refuse_rounding(plan: Plan, lost: float) -> None:
         )
 
 
-def _overflow(path: str, dtype: "torch.dtype") -> Incompatible:
-    return Incompatible(
-        f"the merged delta of {path} overflows {str(dtype).removeprefix('torch.')}",
-        code="overflow",
-        hint="use smaller weights or a smaller --scale, or --dtype float32",
-        tensor=path,
-    )
-
-
 def _result_warnings(plan: Plan, modules: dict[str, ModuleReport], rounding: float) -> list[str]:
     warnings = []
     idle = [path for path, report in modules.items() if report.norm == 0.0]
@@ -486,31 +450,3 @@ def _result_warnings(plan: Plan, modules: dict[str, ModuleReport], rounding: flo
             " --dtype float32 keeps it"
         )
     return warnings
-
-
-def _fan_in_fan_out(plan: Plan) -> bool:
-    if plan.base is None:
-        return all(expert.config.fan_in_fan_out for expert in plan.experts)
-    shapes = [check_modules(expert, plan.base) for expert in plan.experts]
-    return all(shape.transposed for found in shapes for shape in found.values())
-
-
-def _gaps(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Modules that a loader would adapt (by their last name) but no expert touches."""
-    if plan.base is None:
-        return missing_siblings(plan.sizes)
-    prefix = module_prefix(plan.sizes, plan.base) or ""
-    leaves = {path.rsplit(".", 1)[-1] for path in plan.sizes}
-    named = {(n if n == "lm_head" else prefix + n): s for n, s in plan.base.modules.items()}
-    return {
-        path: (shape.out_features, shape.in_features)
-        for path, shape in named.items()
-        if path.rsplit(".", 1)[-1] in leaves and path not in plan.sizes
-    }
-
-
-def _adapter_dtype(name: str) -> "torch.dtype":
-    import torch
-
-    chosen: torch.dtype = getattr(torch, "float32" if name == "auto" else name)
-    return chosen

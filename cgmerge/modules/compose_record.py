@@ -68,7 +68,7 @@ def _model_card(composed: "Composed") -> str:
         "---",
         f"base_model: {_yaml_word(base_name(plan) or 'unknown')}",
         f"library_name: {'peft' if plan.recipe.form == 'adapter' else 'transformers'}",
-        "tags: [lora, merge, cgmerge]",
+        f"tags: [{'' if plan.has_full else 'lora, '}merge, cgmerge]",
         "---",
         "",
         (
@@ -121,8 +121,8 @@ def base_record(plan: "Plan") -> dict[str, Any] | None:
 
 def base_name(plan: "Plan") -> str:
     """Return what the experts call their base, else what the user calls it."""
-    names = {expert.config.base_name for expert in plan.experts if expert.config.base_name}
-    if len(names) == 1:
+    names = {expert.config.base_name for expert in plan.adapters if expert.config.base_name}
+    if len(names) == 1 and not plan.has_full:
         return names.pop()
     return plan.base.ref if plan.base else ""
 

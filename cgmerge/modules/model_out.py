@@ -1,16 +1,31 @@
-"""Write a full model: base plus merged delta, added in float32, rounded once, shard by shard."""
+"""Write a full model: base plus merged delta, added in float32, rounded once.
+
+Everything streams: a file's layout is known before its data, weights of the base are read and
+deltas are merged in rows, and what was added goes to the new file at once. Memory does not depend
+on the model, its files or its largest tensor (matrix rules need one weight of every expert).
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cgmerge import fs, strictjson
 from cgmerge.errors import Damaged, Incompatible
-from cgmerge.modules.base import Base, ModuleShape
+from cgmerge.modules.base import Base
 from cgmerge.modules.compose import ModuleReport, Plan, refuse_noop, refuse_rounding
 from cgmerge.modules.expert import check_modules
-from cgmerge.tensorfile import TensorFile, read_small
+from cgmerge.modules.fullmodel import HEAD, shares_head
+from cgmerge.modules.weights import CHUNK_ENTRIES, WeightReader, raw
+from cgmerge.tensorfile import (
+    TensorFile,
+    dtype_name,
+    file_sha256,
+    plan_file,
+    read_small,
+    torch_dtype,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +37,21 @@ _NOT_COPIED = {
     "config.json", "model.safetensors.index.json", "adapter_config.json", "cgmerge.json",
     "expert.json", "recipe.json",
 }  # fmt: skip
-_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """One tensor of the result.
+
+    Attributes:
+        source: The base's weight that it starts from.
+        key: What the merger calls its delta; "" where there is none.
+        transposed: The file holds it [in, out].
+    """
+
+    source: str
+    key: str = ""
+    transposed: bool = False
 
 
 class _Writer:
@@ -35,83 +64,106 @@ class _Writer:
 
         assert plan.base is not None
         self.base: Base = plan.base
+        self.reader = WeightReader(plan.base)
         self.merger = merger
         self.progress = progress
         name = plan.recipe.dtype
         self.dtype: torch.dtype | None = None if name == "auto" else getattr(torch, name)
-        self.targets = _targets(plan)
+        keys = _keys(plan)
+        self.splits_head = HEAD in keys
+        self.files = _layout(plan, keys, self.reader)
         self.modules: dict[str, ModuleReport] = {}
-        self.lost_sq = 0.0
-        self.trains_head = _HEAD in self.targets
+        self.lost_sq: list[float] = []
         self.weight_map: dict[str, str] = {}
         self.size = 0
 
     def write_file(self, source: Path, stage: Path) -> None:
-        """Write one shard: every tensor of it, the targeted ones with their delta."""
-        tensors: dict[str, torch.Tensor] = {}
-        with TensorFile(source, follow_links=True) as file:
-            for name in file.infos:
-                weight = file.read(name)
-                tensors[name] = self._cast(self._with_delta(name, weight))
-                if self.trains_head and self.base.ties_head and name == self._head_source():
-                    tensors[_HEAD] = self._cast(self._added(_HEAD, weight))
-        fs.write_tensors(stage / source.name, tensors)
-        _verify(stage / source.name, tensors)
-        for name, tensor in tensors.items():
+        """Write one file: every tensor of it, the targeted ones with their delta."""
+        weights = self.files[source]
+        shapes = {
+            name: (dtype_name(self._kept(weight)), self.base.infos[weight.source].shape)
+            for name, weight in weights.items()
+        }
+        header, order, size = plan_file(shapes)
+        target = stage / source.name
+        meant = fs.write_chunks(target, self._chunks(header, [weights[n] for n in order]), size)
+        _verify(target, meant, shapes)
+        for name in order:
             self.weight_map[name] = source.name
-            self.size += tensor.numel() * tensor.element_size()
+        self.size += size - len(header)
 
-    def _head_source(self) -> str:
-        """Return the weight that a tied head shares."""
-        return self.targets[_HEAD][1].weight
+    def _kept(self, weight: _Weight) -> "torch.dtype":
+        """Return the type that a tensor of the result has."""
+        stored = torch_dtype(self.base.infos[weight.source].dtype)
+        return stored if self.dtype is None or not stored.is_floating_point else self.dtype
 
-    def _with_delta(self, name: str, weight: "torch.Tensor") -> "torch.Tensor":
-        return self._added(name, weight) if name in self.targets else weight
+    def _chunks(self, header: bytes, weights: list[_Weight]) -> Iterator[bytes | memoryview]:
+        yield header
+        for weight in weights:
+            parts = self._added(weight) if weight.key else self._copied(weight)
+            for part in parts:
+                yield raw(part)
 
-    def _added(self, name: str, weight: "torch.Tensor") -> "torch.Tensor":
-        import torch
+    def _copied(self, weight: _Weight) -> "Iterator[torch.Tensor]":
+        total = self.reader.count(weight.source)
+        for first in range(0, total, CHUNK_ENTRIES):
+            last = min(first + CHUNK_ENTRIES, total)
+            yield self.reader.entries(weight.source, first, last).to(self._kept(weight))
 
-        path, shape = self.targets[name]
-        if not weight.is_floating_point():
+    def _added(self, weight: _Weight) -> "Iterator[torch.Tensor]":
+        """Yield base plus delta in the order of the file, and report on the module."""
+        stored = torch_dtype(self.base.infos[weight.source].dtype)
+        if not stored.is_floating_point:
             raise Incompatible(
-                f"{self.base.folder}: weight {name!r} is stored as {weight.dtype}; a delta cannot"
-                " be added to quantized weights",
+                f"{self.base.folder}: weight {weight.source!r} is stored as {stored}; a delta"
+                " cannot be added to quantized weights",
                 code="quantized_base",
                 hint="use the 16-bit base, or compose --as adapter",
-                tensor=name,
+                tensor=weight.source,
             )
-        delta = self.merger.dense(path)
-        oriented = delta.T if shape.transposed else delta
-        before = weight.to(torch.float32)
-        if not torch.isfinite(before).all():
-            raise Damaged(
-                f"{self.base.folder}: weight {name!r} holds values that are NaN or infinite",
-                code="not_finite",
-                tensor=name,
-            )
-        exact = before + oriented
-        kept = self.dtype or weight.dtype
-        rounded = exact.to(kept)
-        if not torch.isfinite(rounded).all():
-            raise Incompatible(
-                f"{name} overflows {str(kept).removeprefix('torch.')} after the merge",
-                code="overflow",
-                hint="use smaller weights or a smaller --scale, or --dtype float32",
-                tensor=name,
-            )
-        norm = float(torch.linalg.vector_norm(delta, dtype=torch.float64))
-        gap = (rounded.to(torch.float32) - before) - oriented
-        lost = float(torch.linalg.vector_norm(gap, dtype=torch.float64))
-        self.modules[path] = ModuleReport(norm, 0.0)
-        self.lost_sq += lost**2
+        norms: list[float] = []
+        lost: list[float] = []
+        place = 0
+        for delta in self._delta(weight):
+            yield self._sum(weight, place, delta, (norms, lost))
+            place += delta.numel()
+        if weight.key not in self.modules:  # a tied head that is stored again counts once
+            self.modules[weight.key] = ModuleReport(math.sqrt(math.fsum(norms)), 0.0)
+            self.lost_sq += lost
         if self.progress:
             self.progress(len(self.modules))
+
+    def _sum(
+        self, weight: _Weight, place: int, delta: "torch.Tensor", sums: tuple[list[float], ...]
+    ) -> "torch.Tensor":
+        """Add in float32 and round once; squares of the delta and of what was lost go to `sums`."""
+        import torch
+
+        from cgmerge.merge.engine import one_thread
+
+        before = self.reader.floats(weight.source, place, place + delta.numel())
+        kept = self._kept(weight)
+        rounded = (before + delta).to(kept)
+        if not torch.isfinite(rounded).all():
+            raise Incompatible(
+                f"{weight.source} overflows {str(kept).removeprefix('torch.')} after the merge",
+                code="overflow",
+                hint="use smaller weights or a smaller --scale, or --dtype float32",
+                tensor=weight.source,
+            )
+        gap = (rounded.to(torch.float32) - before) - delta
+        with one_thread():  # sums in parts have other last digits, and the record is kept
+            for squares, values in zip(sums, (delta, gap), strict=True):
+                squares.append(float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2)
         return rounded
 
-    def _cast(self, weight: "torch.Tensor") -> "torch.Tensor":
-        if self.dtype is None or not weight.is_floating_point():
-            return weight.contiguous()
-        return weight.to(self.dtype).contiguous()
+    def _delta(self, weight: _Weight) -> "Iterator[torch.Tensor]":
+        """Yield the merged delta of a weight, flattened as the file has it, in parts."""
+        if weight.transposed:
+            yield from self.merger.dense(weight.key).T.reshape(-1).split(CHUNK_ENTRIES)
+            return
+        for piece in self.merger.pieces(weight.key):
+            yield from piece.reshape(-1).split(CHUNK_ENTRIES)
 
 
 def write_model(
@@ -142,11 +194,11 @@ def write_model(
             hint="use the 16-bit base the quantized one was made from, or compose --as adapter",
         )
     writer = _Writer(plan, Merger(plan.rule, plan.deltas, ids=plan.ids, stats=plan.stats), progress)
-    for source in sorted(set(base.files.values())):
+    for source in sorted(writer.files):
         writer.write_file(source, stage)
     total = math.sqrt(sum(report.norm**2 for report in writer.modules.values()))
     refuse_noop(plan, total)
-    rounding = math.sqrt(writer.lost_sq) / total if total else 0.0
+    rounding = math.sqrt(math.fsum(writer.lost_sq)) / total if total else 0.0
     refuse_rounding(plan, rounding)
     _write_index(writer, stage)
     _copy_companions(base, stage)
@@ -154,32 +206,50 @@ def write_model(
     return writer.modules, rounding
 
 
-def _targets(plan: Plan) -> dict[str, tuple[str, ModuleShape]]:
-    """Return weight name in the base's files to (module path in the experts, shape)."""
-    assert plan.base is not None
-    found: dict[str, tuple[str, ModuleShape]] = {}
-    for expert in plan.experts:
-        for path, shape in check_modules(expert, plan.base).items():
-            tied = path == "lm_head" and plan.base.ties_head
-            found[_HEAD if tied else shape.weight] = path, shape
+def _keys(plan: Plan) -> dict[str, tuple[str, bool]]:
+    """Return weight name to (what the deltas call it, whether the file has it transposed)."""
+    base = plan.base
+    assert base is not None
+    if plan.has_full:
+        transposed = {shape.weight for shape in base.modules.values() if shape.transposed}
+        return {name: (name, name in transposed) for deltas in plan.deltas for name in deltas}
+    found: dict[str, tuple[str, bool]] = {}
+    for expert in plan.adapters:
+        for path, shape in check_modules(expert, base).items():
+            tied = path == "lm_head" and base.ties_head
+            found[HEAD if tied else shape.weight] = path, shape.transposed
     return found
 
 
-def _verify(path: Path, tensors: "dict[str, torch.Tensor]") -> None:
-    import torch
+def _layout(
+    plan: Plan, keys: dict[str, tuple[str, bool]], reader: WeightReader
+) -> dict[Path, dict[str, _Weight]]:
+    """Return every file of the base with the tensors that it holds in the result."""
+    base = reader.model
+    weights = {name: _Weight(name, *keys.get(name, ())) for name in base.infos}
+    files = dict(base.files)
+    if base.embedding is not None:
+        if HEAD in keys and HEAD not in weights:  # it has been split off
+            weights[HEAD] = _Weight(base.embedding, *keys[HEAD])
+            files[HEAD] = files[base.embedding]
+        elif plan.has_full and HEAD not in keys and HEAD in weights and shares_head(reader):
+            weights[HEAD] = weights[base.embedding]  # it is stored again, and stays the same
+    found: dict[Path, dict[str, _Weight]] = {}
+    for name, path in files.items():
+        found.setdefault(path, {})[name] = weights[name]
+    return found
 
+
+def _verify(path: Path, meant: str, shapes: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Read a written file back, its header as any reader would."""
     with TensorFile(path) as file:
-        wrong = set(file.infos) ^ set(tensors)
-        for name in set(file.infos) & set(tensors):
-            found = file.read(name).reshape(-1).view(torch.uint8)
-            if not torch.equal(found, tensors[name].reshape(-1).view(torch.uint8)):
-                wrong.add(name)
-    if wrong:
+        same = {name: (info.dtype, info.shape) for name, info in file.infos.items()} == shapes
+    if not same or file_sha256(path) != meant:
         raise Damaged(
-            f"what was written to {path.name} does not read back the same:"
-            f" {', '.join(sorted(wrong)[:5])}",
+            f"what was written to {path.name} does not read back the same",
             code="read_back",
             hint="the storage is not reliable; nothing was committed",
+            path=path,
         )
 
 
@@ -204,7 +274,7 @@ def _config(base: Base, writer: _Writer) -> dict[str, object]:
     config: dict[str, object] = strictjson.loads_object(
         read_small(base.folder / "config.json", follow_links=True), source="config.json"
     )
-    if writer.trains_head:  # head and embedding differ from now on
+    if writer.splits_head:  # head and embedding differ from now on
         config["tie_word_embeddings"] = False
     if writer.dtype is not None:
         config.pop("torch_dtype", None)

@@ -9,7 +9,8 @@ import torch
 import yaml
 
 from cgmerge.errors import Damaged, Incompatible, UsageError
-from cgmerge.merge import LowRank, Merger, make_rule, merge_state_dicts
+from cgmerge.merge import LowRank, Merger, deltas, make_rule, merge_state_dicts
+from cgmerge.merge.deltas import Rows, matrix_shape
 from cgmerge.merge.registry import all_methods
 
 METHODS = [spec.name for spec in all_methods()]
@@ -302,3 +303,35 @@ def test_it_is_documented(name):
         assert item.type in (float, int, bool) or get_origin(item.type) is Literal
         if get_origin(item.type) is Literal:
             assert item.default in get_args(item.type)
+
+
+class Lazy(Rows):
+    """A tensor that can be read in rows only."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+        self.shape = tuple(tensor.shape)
+
+    def rows(self, first, last):
+        return self.tensor.reshape(matrix_shape(self.tensor))[first:last].clone()
+
+
+def test_deltas_read_in_rows_give_the_same(name, monkeypatch):
+    """And pieces put together are the whole, for tensors, factors and a mixture."""
+    count = count_for(name)
+    plain, factors = experts(count), low_rank(count)
+    lazy = [{key: Lazy(tensor) for key, tensor in expert.items()} for expert in plain]
+    mixed = [factors[0], *lazy[1:]]
+    dense = [{key: delta.dense() for key, delta in factors[0].items()}, *plain[1:]]
+    monkeypatch.setattr(deltas, "BLOCK_ENTRIES", 24)  # several blocks for each tensor
+    for given, wanted in ((lazy, plain), (mixed, dense), (factors, factors)):
+        expected = merger_of(name, wanted)
+        found, pieces = merger_of(name, given), merger_of(name, given)
+        assert found.names == expected.names
+        for key in expected.names:
+            whole = found.dense(key)
+            assert torch.allclose(whole, expected.dense(key), rtol=0, atol=1e-5), key
+            before = torch.is_grad_enabled()
+            parts = [part.clone() for part in pieces.pieces(key)]
+            assert torch.is_grad_enabled() == before
+            assert torch.equal(torch.cat(parts), whole), key
