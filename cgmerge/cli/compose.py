@@ -20,7 +20,8 @@ def compose(
         list[str],
         typer.Argument(
             metavar="EXPERT[=WEIGHT]...",
-            help="Adapter folders, or one recipe (.yml, or cgmerge.json of an earlier result)",
+            help="Adapter folders, or one recipe (.yml, ours or mergekit's, or cgmerge.json of an"
+            " earlier result)",
         ),
     ],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Where to write")] = None,
@@ -216,7 +217,7 @@ def _show_plan(plan: "Plan", output: Output) -> None:
         output.detail("means", f"{name}={value}: {_doc(rule.spec.params, name)}")
     output.detail("formula", rule.spec.about.formula)
     output.detail("memory", f"about {plan.peak_bytes / 1e6:.0f} MB above start")
-    for warning in plan.warnings:
+    for warning in [*plan.recipe.notes, *plan.warnings]:
         output.warn(warning)
 
 
@@ -240,7 +241,7 @@ def _finish_dry_run(plan: "Plan", output: Output) -> None:
             "modules": len(plan.sizes),
             "entries": plan.entries,
             "peak_bytes": plan.peak_bytes,
-            "warnings": plan.warnings,
+            "warnings": [*plan.recipe.notes, *plan.warnings],
         },
     )
 
