@@ -22,7 +22,8 @@ def compose(
         list[str],
         typer.Argument(
             metavar="EXPERT[=WEIGHT]...",
-            help="Adapter folders, full models, or one recipe (.yml, or cgmerge.json of a result)",
+            help="Adapter folders, full models, or one recipe (.yml, ours or mergekit's, or"
+            " cgmerge.json of a result)",
         ),
     ],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Where to write")] = None,
@@ -218,7 +219,7 @@ def _show_plan(plan: "Plan", output: Output) -> None:
         output.detail("means", f"{name}={value}: {_doc(rule.spec.params, name)}")
     output.detail("formula", rule.spec.about.formula)
     output.detail("memory", f"about {plan.peak_bytes / 1e6:.0f} MB above start")
-    for warning in plan.warnings:
+    for warning in [*plan.recipe.notes, *plan.warnings]:
         output.warn(warning)
 
 
@@ -252,7 +253,7 @@ def _finish_dry_run(plan: "Plan", output: Output) -> None:
             "modules": len(plan.sizes),
             "entries": plan.entries,
             "peak_bytes": plan.peak_bytes,
-            "warnings": plan.warnings,
+            "warnings": [*plan.recipe.notes, *plan.warnings],
         },
     )
 

@@ -38,6 +38,34 @@ def disjoint_mean_(
     return total.mul_(signs).div_(count.clamp_min_(torch.finfo(total.dtype).tiny))
 
 
+def break_ties(
+    signs: Float[Tensor, "*shape"], values: Float[Tensor, "experts *shape"], sign: float
+) -> Float[Tensor, "*shape"]:
+    """Give cancelled votes a sign; entries for which nobody votes keep 0.
+
+    Args:
+        signs: The elected signs.
+        values: What was voted with.
+        sign: -1, 0 or +1.
+    """
+    if not sign:
+        return signs
+    voted = (values != 0).any(dim=0)
+    return torch.where((signs == 0) & voted, sign, signs)
+
+
+def disjoint_sum_(
+    values: Float[Tensor, "experts *shape"], signs: Float[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
+    """Add up, entry by entry, only the experts whose sign is the elected one.
+
+    Args:
+        values: w_e·ΔW_e, zero where trimmed; overwritten.
+        signs: The elected signs; entries with sign 0 give 0.
+    """
+    return _sum(values.mul_(signs).relu_()).mul_(signs)
+
+
 def _sum(values: Tensor) -> Tensor:
     """Sum over the first axis in its order; faster than a reduction, which also reorders."""
     if len(values) == 1:

@@ -233,7 +233,7 @@ def describe(composed: Composed) -> dict[str, Any]:
         "rounding_error": composed.rounding_error,
         "norm": composed.norm,
         "tuning": plan.recipe.tuning,
-        "warnings": composed.warnings,
+        "warnings": [*plan.recipe.notes, *composed.warnings],
     }
 
 
@@ -397,7 +397,8 @@ def _plan_warnings(plan: Plan) -> list[str]:
     if plan.recipe.force_base:
         warnings.append("--force-base: base fingerprints were not enforced")
     unit = set(plan.rule.weights)
-    relative = plan.rule.spec.traits.relative_weights
+    traits, params = plan.rule.spec.traits, plan.rule.params
+    relative = traits.relative_weights and getattr(params, "normalize", True)
     if relative and len(plan.experts) == 1 and unit != {1.0}:
         warnings.append(
             f"weights of `{plan.rule.spec.name}` are relative: for one expert they change nothing;"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from cgmerge.errors import Incompatible, UsageError
+from cgmerge.modules import mergekit
 from cgmerge.modules.recipefile import is_recipe_name, located_base, located_ref, read_mapping
 from cgmerge.refs import parse_weighted
 
@@ -50,6 +51,7 @@ class Recipe:
         allow_rounding: Accept a model whose float type swallows most of the delta.
         tuning: Of a record: how its parameters were chosen; passed on, never acted upon.
         folder: Of a record: where its references are looked up when the current folder has none.
+        notes: What the user should know about how a file of another program was read.
     """
 
     experts: tuple[ExpertRef, ...]
@@ -65,6 +67,7 @@ class Recipe:
     allow_rounding: bool = False
     tuning: Mapping[str, Any] | None = None
     folder: Path | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -86,7 +89,7 @@ def is_recipe(words: list[str]) -> bool:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read a YAML or JSON recipe, or the `cgmerge.json` of an earlier result.
+    """Read a YAML or JSON recipe, a file of mergekit, or the `cgmerge.json` of an earlier result.
 
     References in a recipe are relative to it. Those of a record are what was given then, from
     the folder where that was.
@@ -95,6 +98,8 @@ def read_recipe(path: Path) -> Recipe:
         UsageError: Not a recipe, unknown keys, wrong types.
     """
     raw = read_mapping(path)
+    if mergekit.KEY in raw:
+        return _from_mergekit(raw, path)
     schema = raw.pop("schema", None)
     if schema not in (None, SCHEMA):
         raise Incompatible(
@@ -158,6 +163,23 @@ def parse_form(text: str) -> Literal["adapter", "model"]:
     if text not in ("adapter", "model"):
         raise UsageError(f"--as takes adapter or model, found {text!r}", code="form")
     return cast("Literal['adapter', 'model']", text)
+
+
+def _from_mergekit(raw: Mapping[str, Any], path: Path) -> Recipe:
+    """Return the recipe of a mergekit file: a full model, as there, where the base is known."""
+    found = mergekit.read(raw, str(path))
+    notes = found.notes
+    if found.base is None:
+        notes = (*notes, "the file names no base: an adapter is written, not a full model")
+    return Recipe(
+        experts=tuple(ExpertRef(located_ref(ref, path), w) for ref, w in found.experts),
+        method=found.method,
+        params=found.params,
+        base=None if found.base is None else located_base(found.base, path),
+        form="adapter" if found.base is None else "model",
+        dtype=found.dtype,
+        notes=notes,
+    )
 
 
 def _expert(entry: Any, path: Path, *, recorded: bool) -> ExpertRef:

@@ -10,7 +10,7 @@ from cgmerge.errors import UsageError
 from cgmerge.merge import LowRank, Merger, deltas, make_rule, merge_state_dicts
 from cgmerge.merge.deltas import Block
 from cgmerge.merge.methods.dare import sum_of_kept
-from cgmerge.merge.methods.dare_ties import mean_of_kept
+from cgmerge.merge.methods.dare_ties import DareTiesParams, DareTiesState, mean_of_kept
 from cgmerge.merge.randoms import draws
 from cgmerge.merge.sparsify import Cut
 
@@ -65,11 +65,11 @@ def reference_ties(rows, weights, density):
 
 def test_dare_by_hand():
     mask = [torch.tensor([True, False])]
-    assert sum_of_kept(torch.tensor([[2.0, -4.0]]), mask, [1.0], 0.5).tolist() == [4, 0]
+    assert sum_of_kept(torch.tensor([[2.0, -4.0]]), mask, [1.0], [0.5]).tolist() == [4, 0]
     two = torch.tensor([[2.0, -4.0], [1.0, 8.0]])
     masks = [torch.tensor([True, False]), torch.tensor([True, True])]
     # 2/(3/4) - 2·1/(3/4) and 0 - 2·8/(3/4).
-    found = sum_of_kept(two, masks, [1.0, -2.0], 0.25)
+    found = sum_of_kept(two, masks, [1.0, -2.0], [0.75, 0.75])
     assert found.tolist() == pytest.approx([0, -64 / 3])
 
 
@@ -77,8 +77,9 @@ def test_dare_ties_by_hand():
     block = Block("w", 0, torch.tensor([[[2.0, -4.0, 1.0]], [[-3.0, 1.0, 5.0]]]))
     masks = [torch.tensor([[True, False, True]]), torch.tensor([[True, True, True]])]
     # Cuts at 1.5: experts [2,0,0] and [-3,0,5]; + loses entry 0; all divided by a half.
-    cuts = [Cut(1.5, 1.5, None)] * 2
-    assert mean_of_kept(block, masks, [1.0, 1.0], 0.5, cuts).tolist() == [[-6, 0, 10]]
+    state = DareTiesState([Cut(1.5, 1.5, None)] * 2, None)
+    found = mean_of_kept(block, masks, [1.0, 1.0], DareTiesParams(drop=0.5), state)
+    assert found.tolist() == [[-6, 0, 10]]
 
 
 @pytest.mark.parametrize("drop", [0.0, 0.1, 0.5, 0.9])
@@ -101,6 +102,53 @@ def test_dare_ties_equals_the_formula(drop, density):
     found = merge_state_dicts("dare-ties", given, weights=WEIGHTS, ids=IDS, params=params)
     assert np.abs(flat(found) - expected).max() < 1e-12
     assert np.count_nonzero(expected)
+
+
+def norm_kept(expert, who, seed, drop):
+    """Drop as drawn, then restore each tensor's sum of magnitudes, by numpy."""
+    parts = []
+    for name in sorted(expert):
+        row = flat({name: expert[name]})
+        kept = np.where(draws(seed, who, name, 0, row.size) / 2.0**32 < 1 - drop, row, 0.0)
+        mass = np.abs(kept).sum()
+        parts.append(kept * (np.abs(row).sum() / mass) if mass else kept)
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.3, 0.8])
+def test_rescale_by_norm_and_not_at_all(drop):
+    given = experts(seed=4)
+    rows = [norm_kept(e, i, 2, drop) for e, i in zip(given, IDS, strict=True)]
+    options = {"weights": WEIGHTS, "ids": IDS}
+    params = {"drop": drop, "seed": 2, "rescale": "norm"}
+    found = merge_state_dicts("dare", given, params=params, **options)
+    expected = sum(w * row for w, row in zip(WEIGHTS, rows, strict=True))
+    assert np.abs(flat(found) - expected).max() < 1e-12
+    params = {**params, "density": 1.0}
+    found = merge_state_dicts("dare-ties", given, params=params, **options)
+    assert np.abs(flat(found) - reference_ties(rows, WEIGHTS, 1.0)).max() < 1e-12
+    for name, more in (("dare", {}), ("dare-ties", {"density": 0.4})):
+        plain = {"drop": drop, "seed": 2, **more}
+        once = merge_state_dicts(name, given, params=plain, **options)
+        none = merge_state_dicts(name, given, params={**plain, "rescale": "none"}, **options)
+        assert np.abs(flat(none) - (1 - drop) * flat(once)).max() < 1e-12
+
+
+def test_a_tensor_of_which_nothing_survives_is_zero():
+    given = [{"w": torch.tensor([[0.5]]), "v": torch.ones(4, 4), "z": torch.zeros(3)}]
+    lost = next(s for s in range(99) if draws(s, "0", "w", 0, 1)[0] >= 2.0**32 * 0.5)
+    params = {"drop": 0.5, "seed": lost, "rescale": "norm"}
+    found = merge_state_dicts("dare", given, params=params)
+    assert found["w"].tolist() == [[0.0]]
+    assert found["z"].tolist() == [0.0] * 3
+    assert float(found["v"].sum()) == pytest.approx(16)
+
+
+@pytest.mark.parametrize(("tie", "value"), [("zero", 0.0), ("positive", 3.0)])
+def test_dare_ties_without_normalize_adds_up(tie, value):
+    rows = [{"w": torch.tensor([[2.0, 3.0, 0.0]])}, {"w": torch.tensor([[4.0, -3.0, 0.0]])}]
+    params = {"drop": 0, "density": 1, "normalize": False, "tie": tie}
+    assert merge_state_dicts("dare-ties", rows, params=params)["w"].tolist() == [[6, value, 0]]
 
 
 def test_single_precision_draws_the_same():

@@ -62,6 +62,18 @@ def test_ties_full_density_elects_by_mass():
     assert merged("ties", X1, X2, density=1.0) == pytest.approx([3, 3, -2.5, 0.3, -2, -4])
 
 
+def test_ties_without_normalize_adds_up_those_who_agree():
+    # By hand from the trimmed experts times their weights; the vote is the same.
+    found = merged("ties", [4, 2, -3, 1], [3, -2.5, -4, -1], density=1, normalize=False)
+    assert found == [7, -2.5, -7, 0]
+    halves = merged("ties", [4, 2], [3, -2.5], weights=[0.5, 0.25], density=1, normalize=False)
+    assert halves == [2.75, 1.0]
+    # A negative weight subtracts, which the mean does as well.
+    assert merged("ties", [1, 2], weights=[-0.5], density=1, normalize=False) == [-0.5, -1]
+    positive = {"density": 1, "normalize": False, "tie": "positive"}
+    assert merged("ties", [1.0, 0.0], [-1.0, 0.0], **positive) == [1, 0]
+
+
 def test_ties_scale_multiplies_the_result():
     assert merged("ties", X1, X2, density=0.5, scale=0.5) == [2, 1.5, -1.25, 0, -1.5, -2]
 

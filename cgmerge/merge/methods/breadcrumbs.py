@@ -103,8 +103,7 @@ def _band(tensor: Blocks, p: BreadcrumbsParams) -> Band:
         paper="Model Breadcrumbs (arXiv:2312.06795)",
         differs=(
             "shares that overlap are refused; keeps at least one entry; equal magnitudes by lowest"
-            " index first; scope=tensor is mergekit's rule, without its empty result where γ"
-            " rounds to no entry; the official example uses scale 0.4"
+            " index first; scope=tensor is mergekit's rule; the official example uses scale 0.4"
         ),
         use_when="many experts in one sum; choose the scale on validation data",
     ),

@@ -7,15 +7,16 @@ the drop nothing more is trimmed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from cgmerge.merge.deltas import Block, Blocks
-from cgmerge.merge.methods.dare import refuse_dropping_all
+from cgmerge.merge.methods.dare import RESCALE, norm_shares, refuse_dropping_all
 from cgmerge.merge.randoms import keep_mask
 from cgmerge.merge.registry import About, Params, Traits, Weights, method, param
-from cgmerge.merge.signs import disjoint_mean_, elect
+from cgmerge.merge.signs import break_ties, disjoint_mean_, disjoint_sum_, elect
 from cgmerge.merge.sparsify import Cut, top_k_cuts, trim_
 from cgmerge.merge.streams import Changed
 
@@ -39,29 +40,49 @@ class DareTiesParams(Params):
         grid=(0.2, 0.1, 0.4, 0.7),
     )
     seed: int = param(0, "another seed drops other entries", low=0)
+    rescale: Literal["share", "norm", "none"] = param("share", RESCALE)
+    normalize: bool = param(True, "divide by the sum of |w| that agree; false: the plain sum")
+    tie: Literal["zero", "positive"] = param("zero", "the sign where the votes cancel: 0 or +")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_dropping_all(self.drop)
 
 
-def prepare(blocks: Blocks, _weights: Weights, p: DareTiesParams) -> dict[str, list[Cut]]:
+@dataclass(frozen=True, slots=True)
+class DareTiesState:
+    """What one tensor needs to know: each expert's cut, and what its survivors are divided by.
+
+    Attributes:
+        cuts: Found on the masked deltas before any division.
+        shares: None when all are 1 - p, which the kernel divides by at the end.
+    """
+
+    cuts: list[Cut]
+    shares: list[float] | None
+
+
+def prepare(blocks: Blocks, _weights: Weights, p: DareTiesParams) -> dict[str, DareTiesState]:
     """Find each expert's cut among what survives the drop, over all its tensors."""
 
     def change(block: Block) -> None:
         for place, values in enumerate(block.values):
             values.mul_(keep_mask(block, place, p.seed, 1 - p.drop))
 
-    # The common factor 1/(1-p) changes neither order nor signs; the kernel applies it at the end.
-    return dict.fromkeys(blocks.names, top_k_cuts(Changed(blocks, change), p.density))
+    cuts = top_k_cuts(Changed(blocks, change), p.density)
+    if p.rescale == "norm":
+        shares = norm_shares(blocks, p.drop, p.seed)
+        return {name: DareTiesState(cuts, shares[name]) for name in blocks.names}
+    none = [1.0] * len(cuts) if p.rescale == "none" else None
+    return dict.fromkeys(blocks.names, DareTiesState(cuts, none))
 
 
 def mean_of_kept(
     block: Block,
     keep: Sequence[Bool[Tensor, "rows columns"]],
     weights: Weights,
-    drop: float,
-    cuts: Sequence[Cut],
+    p: DareTiesParams,
+    state: DareTiesState,
 ) -> Float[Tensor, "rows columns"]:
     """Apply given masks, trim, elect and average; the part that is not random.
 
@@ -69,15 +90,22 @@ def mean_of_kept(
         block: Values [experts, rows, columns]; overwritten.
         keep: One mask per expert.
         weights: One per expert.
-        drop: p, in [0, 1).
-        cuts: One per expert, found on the masked deltas before the division by 1 - p.
+        p: See `DareTiesParams`.
+        state: From `prepare`.
     """
-    for values, kept, weight, cut in zip(block.values, keep, weights, cuts, strict=True):
+    # The common factor 1/(1-p) changes neither order nor signs; it is applied at the end.
+    shares, rest = (state.shares, 1.0) if state.shares else ([1.0] * len(keep), 1 - p.drop)
+    parts = zip(block.values, keep, weights, state.cuts, shares, strict=True)
+    for values, kept, weight, cut, share in parts:
         values.mul_(kept)
         trim_(values, block.start, cut)
-        values.mul_(weight)
-    signs = elect(block.values)
-    return disjoint_mean_(block.values, [abs(weight) for weight in weights], signs).div_(1 - drop)
+        values.mul_(weight / share)
+    signs = break_ties(elect(block.values), block.values, 1.0 if p.tie == "positive" else 0.0)
+    if p.normalize:
+        merged = disjoint_mean_(block.values, [abs(weight) for weight in weights], signs)
+    else:
+        merged = disjoint_sum_(block.values, signs)
+    return merged.div_(rest)
 
 
 @method(
@@ -90,19 +118,21 @@ def mean_of_kept(
         differs=(
             "draws as in `dare`; keeps exactly ⌊density·d⌋ entries (the official code one more);"
             " cancelled votes give 0; weights take part in the vote and the mean divides by the"
-            " sum of |w| that agree; mergekit's dare_ties does not trim: density=1 here"
+            " sum of |w| that agree; mergekit's dare_ties does not trim and adds up: density=1,"
+            " rescale=norm, normalize=false, tie=positive here"
         ),
         use_when="as `ties`, with experts that collide in many entries",
     ),
     traits=Traits(scope="model", identity={"drop": 0.0, "density": 1.0}, relative_weights=True),
     prepare=prepare,
 )
-def dare_ties(block: Block, weights: Weights, p: DareTiesParams, state: list[Cut]) -> Tensor:
+def dare_ties(block: Block, weights: Weights, p: DareTiesParams, state: DareTiesState) -> Tensor:
     """Merge one block.
 
     Args:
         block: Values [experts, rows, columns]; overwritten.
-        weights: One per expert. They are relative: a common factor changes nothing.
+        weights: One per expert. They are relative: a common factor changes nothing, unless
+            `normalize` is false.
         p: See `DareTiesParams`.
         state: From `prepare`.
 
@@ -110,4 +140,4 @@ def dare_ties(block: Block, weights: Weights, p: DareTiesParams, state: list[Cut
         [rows, columns].
     """
     keep = [keep_mask(block, place, p.seed, 1 - p.drop) for place in range(len(weights))]
-    return mean_of_kept(block, keep, weights, p.drop, state)
+    return mean_of_kept(block, keep, weights, p, state)

@@ -8,12 +8,11 @@ the experts that voted with the majority.
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from cgmerge.merge.deltas import Block, Blocks
 from cgmerge.merge.registry import About, Params, Traits, Weights, method, param
-from cgmerge.merge.signs import disjoint_mean_, elect
+from cgmerge.merge.signs import break_ties, disjoint_mean_, disjoint_sum_, elect
 from cgmerge.merge.sparsify import Cut, top_k_cuts, trim_
 
 
@@ -30,6 +29,7 @@ class TiesParams(Params):
     tie: Literal["zero", "majority", "positive"] = param(
         "zero", "where the votes cancel: 0, the sign of the whole vector (official code), or +"
     )
+    normalize: bool = param(True, "divide by the sum of |w| that agree; false: the plain sum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,30 +67,31 @@ def prepare(blocks: Blocks, weights: Weights, p: TiesParams) -> dict[str, TiesSt
             "keeps exactly ⌊density·d⌋ entries, lowest index first among equal ones (the official"
             " code keeps one more and fails at 100 %); cancelled votes give 0 by default, so that"
             " opposite experts give 0; weights take part in the vote and the mean divides by the"
-            " sum of |w| that agree, as in mergekit"
+            " sum of |w| that agree. mergekit: trim=tensor, tie=positive, and its mean divides by"
+            " the sum of w, which undoes negative weights"
         ),
         use_when="several experts whose skills interfere; keeps more of the base than a sum",
     ),
     traits=Traits(scope="model", identity={"density": 1.0}, relative_weights=True),
     prepare=prepare,
 )
-def ties(block: Block, weights: Weights, _p: TiesParams, state: TiesState) -> Tensor:
+def ties(block: Block, weights: Weights, p: TiesParams, state: TiesState) -> Tensor:
     """Merge one block.
 
     Args:
         block: Values [experts, rows, columns]; overwritten.
-        weights: One per expert. They are relative: a common factor changes nothing.
-        _p: See `TiesParams`.
+        weights: One per expert. They are relative: a common factor changes nothing, unless
+            `normalize` is false.
+        p: See `TiesParams`.
         state: From `prepare`.
 
     Returns:
         [rows, columns].
     """
     values = _trimmed(block, weights, state.cuts)
-    signs = elect(values)
-    if state.tie_sign:
-        voted = (values != 0).any(dim=0)
-        signs = torch.where((signs == 0) & voted, state.tie_sign, signs)
+    signs = break_ties(elect(values), values, state.tie_sign)
+    if not p.normalize:
+        return disjoint_sum_(values, signs)
     return disjoint_mean_(values, [abs(weight) for weight in weights], signs)
 
 
