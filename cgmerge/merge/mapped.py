@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cgmerge.merge.deltas import Block, Blocks, LowRank
+from cgmerge.merge.deltas import Block, Blocks, LowRank, Rows
 from cgmerge.merge.sparsify import Cut, _Search, _with_last_index
 
 _SAMPLE = 500_000
@@ -48,7 +48,7 @@ class MappedBlocks(Blocks):
         self.source = source
         self.function = function
 
-    def fetch(self, name: str) -> list[LowRank | Tensor | None]:
+    def fetch(self, name: str) -> list[LowRank | Tensor | Rows | None]:
         """Refuse: there is nothing stored behind computed values."""
         raise TypeError(f"{name!r}: mapped blocks can only be streamed")
 
