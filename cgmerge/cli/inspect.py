@@ -114,7 +114,11 @@ def _facts(expert: "Expert") -> dict[str, Any]:
         "kind": "expert",
         "name": expert.name,
         "sha256": expert.digest,
-        "size_bytes": sum(p.stat().st_size for p in Path(expert.folder).iterdir() if p.is_file()),
+        "size_bytes": sum(
+            path.stat().st_size
+            for path in Path(expert.folder).iterdir()
+            if path.is_file() and path.name != "cgmerge-stats.safetensors"
+        ),
         "ranks": expert.ranks,
         "alpha": expert.config.alpha,
         "rslora": expert.config.use_rslora,

@@ -76,7 +76,7 @@ def _page(spec: "MethodSpec") -> str:
         lines.append(f"  --set {item.name}={item.default}{allowed}: {described['doc']}")
     lines += [
         "",
-        f"cost      {_COST[spec.kind]}",
+        f"cost      {_cost(spec)}",
         f"needs     {', '.join(spec.needs) or 'the experts only'}",
     ]
     if spec.aliases:
@@ -90,6 +90,12 @@ def _page(spec: "MethodSpec") -> str:
         f"differs   {spec.about.differs}",
     ]
     return "\n".join(lines)
+
+
+def _cost(spec: "MethodSpec") -> str:
+    if spec.kind == "matrix" and not spec.low_rank:
+        return "whole matrices of all experts; back to rank r by SVD, error reported"
+    return _COST[spec.kind]
 
 
 _COST = {

@@ -337,7 +337,8 @@ def _open_stats(
     if missing:
         base = recipe.base or "BASE"
         commands = "\n  ".join(
-            f"cgmerge stats {expert.ref} --base {base} --kind {kind} --data FILE --overwrite"
+            f"cgmerge stats {expert.ref} --base {base} --data FILE"
+            + (" --overwrite" if (expert.folder / FILE).exists() else "")
             for expert in missing
         )
         raise NotFound(
@@ -394,6 +395,10 @@ def _plan_warnings(plan: Plan) -> list[str]:
     if unknown:
         checked = "shapes fit" if plan.base else "not checked: no --base"
         warnings.append(f"{', '.join(unknown[:5])}: no base fingerprint in the expert ({checked})")
+    digests = [expert.digest for expert in plan.experts]
+    twice = sorted({e.name for e in plan.experts if digests.count(e.digest) > 1})
+    if twice:
+        warnings.append(f"the same expert is given more than once: {', '.join(twice[:5])}")
     if plan.recipe.force_base:
         warnings.append("--force-base: base fingerprints were not enforced")
     unit = set(plan.rule.weights)

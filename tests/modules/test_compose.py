@@ -512,3 +512,18 @@ def test_errors_leave_nothing_behind(experts):
     with pytest.raises(CgmergeError):
         composed(experts / "out", experts / "E1", experts / "E2")
     assert sorted(path.name for path in experts.iterdir()) == ["E1", "E2", "E3"]
+
+
+def test_the_same_expert_twice_is_said(run, experts, tmp_path):
+    first = experts / "E1"
+    code, text, err = run("compose", first, first, "-o", tmp_path / "o", "--json")
+    assert code == 0, err
+    assert any("more than once" in warning for warning in json.loads(text)["warnings"])
+
+
+def test_the_page_of_fisher_promises_no_exact_rank(run):
+    code, text, _ = run("methods", "fisher")
+    assert code == 0
+    assert "whole matrices" in text
+    assert "exact at --rank exact" not in text
+    assert "exact at --rank exact" in run("methods", "tsv")[1]

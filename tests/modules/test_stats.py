@@ -187,6 +187,8 @@ def test_the_command_and_what_compose_does_with_it(run, expert, data, tmp_path):
     assert code == 2
     assert "needs gram statistics" in err
     assert f"cgmerge stats {expert.folder}" in err.replace("\n", " ").replace("  ", " ")
+    assert "--overwrite" not in err
+    size = json.loads(run("inspect", expert.folder, "--json")[1])["size_bytes"]
     stats = ["stats", expert.folder, "--base", "tiny", "--data", data]
     code, text, err = run(*stats, "--limit", 3, "--json")
     assert code == 0, err
@@ -197,6 +199,8 @@ def test_the_command_and_what_compose_does_with_it(run, expert, data, tmp_path):
     code, _, err = run(*stats)
     assert code == 2
     assert "--overwrite" in err
+    # Statistics beside an expert are not part of its size.
+    assert json.loads(run("inspect", expert.folder, "--json")[1])["size_bytes"] == size
     for method in ("regmean", "fisher"):
         out = tmp_path / method
         code, _, err = run(
