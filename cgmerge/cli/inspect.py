@@ -104,6 +104,8 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 def _facts(expert: "Expert") -> dict[str, Any]:
+    from cgmerge.modules.stats import FILE
+
     deltas = expert.deltas()
     modules = {
         path: {"rank": pair.rank, "scaling": pair.scaling, "norm": deltas[path].norm()}
@@ -117,7 +119,7 @@ def _facts(expert: "Expert") -> dict[str, Any]:
         "size_bytes": sum(
             path.stat().st_size
             for path in Path(expert.folder).iterdir()
-            if path.is_file() and path.name != "cgmerge-stats.safetensors"
+            if path.is_file() and path.name != FILE
         ),
         "ranks": expert.ranks,
         "alpha": expert.config.alpha,
