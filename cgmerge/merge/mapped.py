@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cgmerge.merge.deltas import Block, Blocks, LowRank, Rows
-from cgmerge.merge.sparsify import Cut, _Search, _with_last_index
+from cgmerge.merge.sparsify import Cut, Search, cuts_of
 
 _SAMPLE = 500_000
 
@@ -68,9 +68,9 @@ def cuts_at(blocks: Blocks, kept: Sequence[int]) -> list[Cut]:
         kept: How many to keep of each stream, 1 to `blocks.total`; lowest index first among equals.
     """
     double = blocks.dtype == torch.float64
-    searches = [_Search(count, double=double) for count in kept]
+    searches = [Search(count, double=double, together=len(kept)) for count in kept]
     _select(blocks, [[search] for search in searches])
-    return _with_last_index(blocks, searches)
+    return cuts_of(blocks, searches)
 
 
 def magnitudes_at(blocks: Blocks, ranks: Sequence[int]) -> list[list[float]]:
@@ -84,8 +84,12 @@ def magnitudes_at(blocks: Blocks, ranks: Sequence[int]) -> list[list[float]]:
         For each stream, the magnitude at each rank.
     """
     double = blocks.dtype == torch.float64
-    searches: list[list[_Search | _Largest]] = [
-        [_Largest() if rank == 1 else _Search(rank, double=double) for rank in ranks]
+    together = len(blocks.experts) * len(ranks)
+    searches: list[list[Search | _Largest]] = [
+        [
+            _Largest() if rank == 1 else Search(rank, double=double, together=together)
+            for rank in ranks
+        ]
         for _ in blocks.experts
     ]
     _select(blocks, searches)
@@ -145,7 +149,7 @@ def tensor_sums(
 
 
 class _Largest:
-    """The magnitude of rank 1, found in one pass; stands in for a `_Search`."""
+    """The magnitude of rank 1, found in one pass; stands in for a `Search`."""
 
     def __init__(self) -> None:
         self.kept = 1
@@ -169,7 +173,7 @@ class _Largest:
         return Cut(self.value, math.nextafter(self.value, 0.0), last)
 
 
-def _select(blocks: Blocks, searches: Sequence[Sequence[_Search | _Largest]]) -> None:
+def _select(blocks: Blocks, searches: Sequence[Sequence[Search | _Largest]]) -> None:
     """Run all searches of every stream over common passes until each is done."""
     total = blocks.total
     share = max(1, total // _SAMPLE)

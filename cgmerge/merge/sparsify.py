@@ -6,6 +6,7 @@ patterns, narrowed until it holds one pattern. A small sample gives the first br
 pass over the stream is enough for ordinary data; memory does not depend on the data.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from cgmerge.merge.deltas import Block, Blocks
 
-_BINS = 1 << 20
-_REMEMBERED = 1 << 23  # entries of a bracket whose blocks are remembered, per expert
+_BINS = 1 << 20  # of one search; narrower histograms only cost more passes
+_ALL_BINS = 1 << 22
+_REMEMBERED = 1 << 25  # entries within the brackets of all searches whose blocks are remembered
 _SAMPLE_SLACK = 0.01
 
 
@@ -59,7 +61,8 @@ def top_k_cuts(blocks: Blocks, density: float) -> list[Cut]:
     if kept >= total:
         return [_NO_CUT for _ in blocks.experts]
     double = blocks.dtype == torch.float64
-    searches = [_Search(kept, double=double) for _ in blocks.experts]
+    together = len(blocks.experts)
+    searches = [Search(kept, double=double, together=together) for _ in blocks.experts]
     share = max(1, total // 500_000)
     if share > 1:
         for values, search in zip(blocks.sample(share), searches, strict=True):
@@ -72,7 +75,7 @@ def top_k_cuts(blocks: Blocks, density: float) -> list[Cut]:
         for search in searches:
             if not search.done:
                 search.narrow()
-    return _with_last_index(blocks, searches)
+    return cuts_of(blocks, searches)
 
 
 def trim_(values: Float[Tensor, "rows columns"], start: int, cut: Cut) -> None:
@@ -96,11 +99,19 @@ def trim_(values: Float[Tensor, "rows columns"], start: int, cut: Cut) -> None:
     torch.ops.aten.hardshrink.out(values, limit, out=values)
 
 
-class _Search:
-    """Radix selection of the k-th largest bit pattern of one expert."""
+class Search:
+    """Radix selection of the k-th largest bit pattern of one expert.
 
-    def __init__(self, kept: int, *, double: bool) -> None:
+    Args:
+        kept: k.
+        double: Whether the values are float64.
+        together: How many searches run at once; they share the memory for histograms.
+    """
+
+    def __init__(self, kept: int, *, double: bool, together: int = 1) -> None:
         self.kept = kept
+        self.bin_bits = max(1, min(_BINS, _ALL_BINS // together).bit_length() - 1)
+        self.remembered = _REMEMBERED // together
         self.bits: type[np.signedinteger[Any]] = np.int64 if double else np.int32
         self.unsigned = np.uint64 if double else np.uint32
         self.top = 0x7FF0_0000_0000_0001 if double else 0x7F80_0001  # one above +inf
@@ -114,7 +125,7 @@ class _Search:
         self._reset()
 
     def _reset(self) -> None:
-        self.shift = max(0, (self.high - self.low - 1).bit_length() - (_BINS.bit_length() - 1))
+        self.shift = max(0, (self.high - self.low - 1).bit_length() - self.bin_bits)
         bins = ((self.high - self.low - 1) >> self.shift) + 1
         self.above = 0
         self.histogram = np.zeros(bins, dtype=np.int64)
@@ -148,7 +159,7 @@ class _Search:
         self.found.append(inside >> self.shift)
         self.starts.append(start)
         self.found_size += inside.size
-        if self.found_size > _REMEMBERED:
+        if self.found_size > self.remembered:
             self._flush()
 
     def _flush(self) -> None:
@@ -226,8 +237,11 @@ class _Search:
         return np.bitwise_and(signed, self.largest, out=self.scratch[: signed.size])
 
 
-def _with_last_index(blocks: Blocks, searches: list[_Search]) -> list[Cut]:
-    """Turn "the first m of the equal ones" into a flat index, reading again only what is needed."""
+def cuts_of(blocks: Blocks, searches: Sequence[Search]) -> list[Cut]:
+    """Return the cuts that finished searches found, one per expert of the stream.
+
+    Turns "the first m of the equal ones" into a flat index, reading again only what is needed.
+    """
     last: list[int | None] = [None] * len(searches)
     for place, search in enumerate(searches):
         if not search.wanted_ties:
