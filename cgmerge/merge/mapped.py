@@ -14,9 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cgmerge.merge.deltas import Block, Blocks, LowRank, Rows
-from cgmerge.merge.sparsify import Cut, Search, cuts_of
-
-_SAMPLE = 500_000
+from cgmerge.merge.sparsify import Cut, Search, cuts_of, select
 
 
 class MappedBlocks(Blocks):
@@ -69,7 +67,7 @@ def cuts_at(blocks: Blocks, kept: Sequence[int]) -> list[Cut]:
     """
     double = blocks.dtype == torch.float64
     searches = [Search(count, double=double, together=len(kept)) for count in kept]
-    _select(blocks, [[search] for search in searches])
+    select(blocks, list(enumerate(searches)))
     return cuts_of(blocks, searches)
 
 
@@ -92,7 +90,7 @@ def magnitudes_at(blocks: Blocks, ranks: Sequence[int]) -> list[list[float]]:
         ]
         for _ in blocks.experts
     ]
-    _select(blocks, searches)
+    select(blocks, [(place, one) for place, row in enumerate(searches) for one in row])
     return [[search.cut(None).value for search in row] for row in searches]
 
 
@@ -171,21 +169,3 @@ class _Largest:
     def cut(self, last: int | None) -> Cut:
         """Return the value as a cut that keeps it."""
         return Cut(self.value, math.nextafter(self.value, 0.0), last)
-
-
-def _select(blocks: Blocks, searches: Sequence[Sequence[Search | _Largest]]) -> None:
-    """Run all searches of every stream over common passes until each is done."""
-    total = blocks.total
-    share = max(1, total // _SAMPLE)
-    pending = [(place, search) for place, row in enumerate(searches) for search in row]
-    if share > 1:
-        sample = blocks.sample(share)
-        for place, search in pending:
-            search.narrow_by_sample(sample[place], search.kept / total)
-    while pending:
-        for block in blocks:
-            for place, search in pending:
-                search.count(block.values[place], block.start)
-        for _, search in pending:
-            search.narrow()
-        pending = [(place, search) for place, search in pending if not search.done]

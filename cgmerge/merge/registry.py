@@ -75,6 +75,8 @@ class Traits:
         ordered: The order of the experts matters.
         stats: Statistics that are needed for every expert, one tensor per module.
         relative_weights: A common factor on all weights changes nothing.
+        pointwise: For `entry`: whether, with the state that `prepare` found for a tensor, an
+            entry's result depends on nothing but that entry's values.
     """
 
     scope: Literal["entry", "tensor", "model"] = "entry"
@@ -86,6 +88,7 @@ class Traits:
     ordered: bool = False
     stats: Literal["gram", "fisher"] | None = None
     relative_weights: bool = False
+    pointwise: Callable[[Any], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ pass over the stream is enough for ordinary data; memory does not depend on the 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from cgmerge.merge.deltas import Block, Blocks
 _BINS = 1 << 20  # of one search; narrower histograms only cost more passes
 _ALL_BINS = 1 << 22
 _REMEMBERED = 1 << 25  # entries within the brackets of all searches whose blocks are remembered
+_SAMPLE = 500_000  # entries that give the first bracket
 _SAMPLE_SLACK = 0.01
 
 
@@ -63,19 +64,50 @@ def top_k_cuts(blocks: Blocks, density: float) -> list[Cut]:
     double = blocks.dtype == torch.float64
     together = len(blocks.experts)
     searches = [Search(kept, double=double, together=together) for _ in blocks.experts]
-    share = max(1, total // 500_000)
-    if share > 1:
-        for values, search in zip(blocks.sample(share), searches, strict=True):
-            search.narrow_by_sample(values, kept / total)
-    while any(not search.done for search in searches):
-        for block in blocks:
-            for values, search in zip(block.values, searches, strict=True):
-                if not search.done:
-                    search.count(values, block.start)
-        for search in searches:
-            if not search.done:
-                search.narrow()
+    for expert, search in zip(blocks.experts, searches, strict=True):
+        counts = getattr(expert, "nonzeros", None)  # sparse experts know without being read
+        if counts is not None and sum(counts.get(name, 0) for name in blocks.names) <= kept:
+            search.keep_all()
+    select(blocks, list(enumerate(searches)))
     return cuts_of(blocks, searches)
+
+
+def select(blocks: Blocks, searches: Sequence[tuple[int, "Selection"]]) -> None:
+    """Run searches, each on one stream of the blocks, over common passes until all are done.
+
+    Args:
+        blocks: The stream; read until the last search has its answer.
+        searches: Position of the stream, and what looks at it.
+    """
+    pending = [(place, search) for place, search in searches if not search.done]
+    share = max(1, blocks.total // _SAMPLE)
+    if share > 1 and pending:
+        sample = blocks.sample(share)
+        for place, search in pending:
+            search.narrow_by_sample(sample[place], search.kept / blocks.total)
+    while pending:
+        for block in blocks:
+            for place, search in pending:
+                search.count(block.values[place], block.start)
+        for _, search in pending:
+            search.narrow()
+        pending = [(place, search) for place, search in pending if not search.done]
+
+
+class Selection(Protocol):
+    """What `select` drives: counts the entries of a bracket and narrows it, pass by pass."""
+
+    kept: int
+    done: bool
+
+    def narrow_by_sample(self, values: Tensor, share: float) -> None:
+        """Guess the first bracket from a sample."""
+
+    def count(self, values: Tensor, start: int, /) -> None:
+        """Look at one block."""
+
+    def narrow(self) -> None:
+        """Use what was counted."""
 
 
 def trim_(values: Float[Tensor, "rows columns"], start: int, cut: Cut) -> None:
@@ -133,6 +165,10 @@ class Search:
         self.starts: list[int] = []
         self.found_size = 0
         self.counted = 0
+
+    def keep_all(self) -> None:
+        """Finish at once: no more than k entries are other than 0."""
+        self.low, self.done = 0, True
 
     def narrow_by_sample(self, values: Tensor, share: float) -> None:
         """Guess a bracket that very likely holds the k-th value; `narrow` corrects a wrong one."""
