@@ -34,7 +34,7 @@ from cgmerge.modules.encoding import encode_all
 from cgmerge.modules.expert import open_expert
 from cgmerge.modules.loading import LoadedBase, load_base
 from cgmerge.modules.recipe import ExpertRef, Recipe
-from cgmerge.modules.stats import FILE, KINDS, collect, write_stats
+from cgmerge.modules.stats import KINDS, collect, write_stats
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "methods_tiny.json"
@@ -97,7 +97,7 @@ def write_statistics(loaded: LoadedBase, experts: Sequence[str], files: Sequence
         file = read_data(path)
         rows = encode_all(file.examples[:STATS_ROWS], loaded.tokenizer)
         found = collect(loaded, expert, rows, KINDS)
-        write_stats(expert.folder / FILE, found, expert, loaded, [file.sha256])
+        write_stats(expert.stats_path, found, expert, loaded, [file.sha256])
 
 
 def names() -> list[str]:

@@ -51,13 +51,13 @@ def stats(
     from cgmerge.modules.encoding import encode_all
     from cgmerge.modules.expert import open_expert
     from cgmerge.modules.loading import load_base
-    from cgmerge.modules.stats import FILE, KINDS, collect, write_stats
+    from cgmerge.modules.stats import KINDS, collect, write_stats
 
     output = Output(as_json=as_json, quiet=quiet, verbose=verbose)
     opened = open_base(base)
     found = open_expert(expert, base=opened)
     found.deltas(opened, force_base=force_base)
-    target = out or found.folder / FILE
+    target = out or found.stats_path
     if target.exists() and not overwrite:
         raise UsageError(
             f"{target} exists already",

@@ -18,9 +18,9 @@ from cgmerge.modules.adapter_config import MAX_RANK
 from cgmerge.modules.base import Base, open_base
 from cgmerge.modules.compose_out import check_out
 from cgmerge.modules.compose_record import base_record, experts_record, write_records
-from cgmerge.modules.expert import CONFIG, Expert, open_expert
+from cgmerge.modules.expert import COMPRESSED, Expert, is_adapter, open_expert
 from cgmerge.modules.recipe import ExpertRef, Recipe
-from cgmerge.refs import local_folder
+from cgmerge.refs import local_place
 
 if TYPE_CHECKING:
     from cgmerge.merge import Rule
@@ -281,8 +281,8 @@ def _open_checked(item: ExpertRef, recipe: Recipe, base: Base | None) -> "Expert
 
 def _open(ref: str, recipe: Recipe, base: Base | None) -> "Expert | FullExpert":
     """Open an adapter or, where there is a config.json instead, a full model."""
-    folder = local_folder(ref, what="expert")
-    if (folder / CONFIG).exists() or not (folder / "config.json").exists():
+    folder = local_place(ref, what="expert", suffix=COMPRESSED)
+    if is_adapter(folder) or not (folder / "config.json").exists():
         return open_expert(ref, base=base)
     if base is None or recipe.form != "model":
         shown = recipe.base or "BASE"
@@ -326,19 +326,19 @@ def _open_stats(
             hint="use another method, or make adapters of them with `cgmerge extract`",
             found=full,
         )
-    from cgmerge.modules.stats import FILE, StatsFile
+    from cgmerge.modules.stats import StatsFile
 
     found, missing = [], []
     for expert in (one for one in experts if isinstance(one, Expert)):
         try:
-            found.append(StatsFile(expert.folder / FILE, expert, kind))
+            found.append(StatsFile(expert.stats_path, expert, kind))
         except NotFound:
             missing.append(expert)
     if missing:
         base = recipe.base or "BASE"
         commands = "\n  ".join(
             f"cgmerge stats {expert.ref} --base {base} --data FILE"
-            + (" --overwrite" if (expert.folder / FILE).exists() else "")
+            + (" --overwrite" if expert.stats_path.exists() else "")
             for expert in missing
         )
         raise NotFound(

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["gram", "fisher"]
 KINDS: tuple[Kind, ...] = ("gram", "fisher")
-FILE = "cgmerge-stats.safetensors"
 SCHEMA = "cgmerge.stats/1"
 BATCH = 8
 
@@ -102,7 +101,7 @@ def write_stats(
     """Write statistics with the digests of everything they depend on.
 
     Args:
-        path: Usually `FILE` in the expert's folder; replaced atomically.
+        path: Usually the expert's `stats_path`; replaced atomically.
         found: From `collect`.
         expert: What was attached.
         loaded: The base.
