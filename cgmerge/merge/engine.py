@@ -7,7 +7,7 @@ Matrix rules on plain tensors hold one module of every expert in float64.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -54,6 +54,18 @@ class Rule:
     def low_rank(self) -> bool:
         """Whether merging LoRA experts gives a delta of rank at most the sum of their ranks."""
         return bool(self.space) or self.spec.low_rank
+
+    def order(self, keys: Sequence[Any]) -> list[int]:
+        """Return the order in which experts are merged: sorted by key, unless order matters.
+
+        Sums are then made in the same order however the experts were named.
+        """
+        places = range(len(keys))
+        return list(places) if self.spec.traits.ordered else sorted(places, key=keys.__getitem__)
+
+    def reordered(self, order: Sequence[int]) -> "Rule":
+        """Return the rule for the experts in another order."""
+        return replace(self, weights=tuple(self.weights[i] for i in order))
 
 
 def make_rule(

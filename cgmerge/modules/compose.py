@@ -2,7 +2,8 @@
 
 `make_plan` opens and checks everything and computes nothing; `--dry-run` stops there. `run_plan`
 writes the result folder in one step. The order in which experts were named does not matter: they
-are sorted by content first, so that equal inputs give equal bytes.
+are sorted by content first, so that equal inputs give equal bytes (except for methods like slerp,
+which tell the first from the second).
 """
 
 import math
@@ -36,7 +37,7 @@ class Plan:
 
     Attributes:
         recipe: What was asked for.
-        experts: Opened, in canonical order: adapters, and full models where the result is one.
+        experts: Opened, as they are merged: adapters, and full models where the result is one.
         refs: How the user named them, in the same order.
         deltas: Their task vectors, by module path; with full models by name of the base's weight.
         rule: Method, parameters and weights, in the same order.
@@ -145,14 +146,14 @@ def make_plan(recipe: Recipe) -> Plan:
 
     base = _open_base(recipe) if recipe.base is not None else None
     opened = [(_open_checked(item, recipe, base), item) for item in recipe.experts]
-    order = sorted(range(len(opened)), key=lambda i: _order_key(opened[i]))
+    weights = [item.weight for item in recipe.experts]
+    rule = make_rule(recipe.method, len(opened), weights=weights, params=recipe.params)
+    order = rule.order([_order_key(one) for one in opened])
+    rule = rule.reordered(order)
     experts = [opened[i][0] for i in order]
     items = [opened[i][1] for i in order]
     _check_same_base([expert for expert in experts if isinstance(expert, Expert)], recipe)
     deltas = _deltas(experts, base, recipe)
-    rule = make_rule(
-        recipe.method, len(experts), weights=[item.weight for item in items], params=recipe.params
-    )
     rank = plan_rank(rule, deltas, recipe.rank) if recipe.form == "adapter" else 0
     if rank > MAX_RANK:
         raise UsageError(

@@ -527,3 +527,19 @@ def test_the_page_of_fisher_promises_no_exact_rank(run):
     assert "whole matrices" in text
     assert "exact at --rank exact" not in text
     assert "exact at --rank exact" in run("methods", "tsv")[1]
+
+
+def test_slerp_keeps_the_order_of_the_experts_and_its_record_repeats_it(experts):
+    """t is the way from the first expert to the second, whatever their contents hash to."""
+    e1, e2 = experts / "E1", experts / "E2"
+    for name, pair, t in (("a", (e1, e2), 0.2), ("b", (e2, e1), 0.8), ("c", (e2, e1), 0.2)):
+        composed(experts / name, *pair, method="slerp", params={"t": t})
+    a, b, c = (support.dense_deltas(experts / name) for name in "abc")
+    assert support.relative(a, support.dense_deltas(e1)) < support.relative(
+        a, support.dense_deltas(e2)
+    )
+    assert support.relative(a, b) < 1e-6
+    assert support.relative(c, a) > 0.1
+    for name in "ac":
+        run_plan(make_plan(read_recipe(experts / name / "cgmerge.json")), experts / f"{name}2")
+        assert support.folder_bytes(experts / name) == support.folder_bytes(experts / f"{name}2")
