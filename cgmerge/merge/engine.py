@@ -55,6 +55,12 @@ class Rule:
         """Whether merging LoRA experts gives a delta of rank at most the sum of their ranks."""
         return bool(self.space) or self.spec.low_rank
 
+    @property
+    def even(self) -> bool:
+        """Whether all directions weigh the same, so that a cut to a lower rank is arbitrary."""
+        known = self.spec.traits.even
+        return known is not None and all(getattr(self.params, k) == v for k, v in known.items())
+
     def order(self, keys: Sequence[Any]) -> list[int]:
         """Return the order in which experts are merged: sorted by key, unless order matters.
 

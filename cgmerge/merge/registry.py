@@ -75,6 +75,8 @@ class Traits:
         ordered: The order of the experts matters.
         stats: Statistics that are needed for every expert, one tensor per module.
         relative_weights: A common factor on all weights changes nothing.
+        even: Parameters under which all directions of a merged matrix weigh the same, so that
+            no lower rank is better than another; None when there are none.
     """
 
     scope: Literal["entry", "tensor", "model"] = "entry"
@@ -86,6 +88,7 @@ class Traits:
     ordered: bool = False
     stats: Literal["gram", "fisher"] | None = None
     relative_weights: bool = False
+    even: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

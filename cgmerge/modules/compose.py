@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from cgmerge.modules.stats import StatsFile
 
 Progress = Callable[[int], None]
+EVEN_LOSS = 1e-3
+"""Share of a delta from which on it matters which directions a lower rank leaves out."""
 
 
 @dataclass(frozen=True)
@@ -450,6 +452,12 @@ def _result_warnings(plan: Plan, modules: dict[str, ModuleReport], rounding: flo
     if idle and len(idle) < len(modules):
         warnings.append(
             f"{len(idle)} of {len(modules)} modules do not change: {', '.join(idle[:5])}"
+        )
+    if plan.rule.even and any(report.error > EVEN_LOSS for report in modules.values()):
+        known = ", ".join(f"{k}={v}" for k, v in (plan.rule.spec.traits.even or {}).items())
+        warnings.append(
+            f"with {known} all directions weigh the same, and rank {plan.rank} keeps arbitrary"
+            " ones; use --rank exact, or a slightly smaller value to keep the leading ones"
         )
     if rounding > 0.01:
         warnings.append(

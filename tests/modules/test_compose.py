@@ -543,3 +543,13 @@ def test_slerp_keeps_the_order_of_the_experts_and_its_record_repeats_it(experts)
     for name in "ac":
         run_plan(make_plan(read_recipe(experts / name / "cgmerge.json")), experts / f"{name}2")
         assert support.folder_bytes(experts / name) == support.folder_bytes(experts / f"{name}2")
+
+
+def test_cutting_equal_singular_values_is_said_to_be_arbitrary(experts):
+    pair = experts / "E1", experts / "E3"
+    words = "keeps arbitrary"
+    cut = composed(experts / "cut", *pair, method="iso-c", rank=4)
+    assert any(words in text and "flatten=1.0" in text for text in cut.warnings)
+    whole = composed(experts / "whole", *pair, method="iso-c", rank="exact")
+    slanted = composed(experts / "s", *pair, method="iso-c", rank=4, params={"flatten": 0.99})
+    assert not any(words in text for text in [*whole.warnings, *slanted.warnings])
