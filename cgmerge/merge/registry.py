@@ -19,7 +19,6 @@ Four kinds of function; the engine multiplies what they return by `params.scale`
   Tensors with fewer than two dimensions are averaged.
 """
 
-import difflib
 import importlib
 import math
 import pkgutil
@@ -32,6 +31,7 @@ from typing import Any, Literal, TypeVar
 from cgmerge.errors import UsageError
 from cgmerge.merge.deltas import Blocks
 from cgmerge.merge.params import Params, build_params, param
+from cgmerge.nearest import nearest
 
 __all__ = [
     "About",
@@ -247,7 +247,7 @@ def get_method(name: str) -> tuple[MethodSpec, Mapping[str, Any]]:
     _load_all()
     spec = _METHODS.get(name)
     if spec is None:
-        near = difflib.get_close_matches(name, _METHODS, n=1, cutoff=0.5)
+        near = nearest(name, _METHODS)
         known = f"`cgmerge methods` lists all {len(all_methods())}"
         raise UsageError(
             f"unknown method `{name}`",

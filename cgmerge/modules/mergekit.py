@@ -6,7 +6,6 @@ of DARE) mergekit's meaning is kept: in float32 the numbers are those of mergeki
 cannot be honoured is refused by its name, and so is what mergekit itself would silently ignore.
 """
 
-import difflib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from cgmerge.modules.mergekit_table import (
     REFUSED_METHODS,
     Entry,
 )
+from cgmerge.nearest import nearest
 
 KEY = "merge_method"
 """What tells a mergekit file from a recipe of ours."""
@@ -151,7 +151,7 @@ class _File:
         """Refuse unknown keys, which mergekit ignores; suggest the nearest known one."""
         for key in raw:
             if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+                near = nearest(str(key), known)
                 hint = f"did you mean `{near[0]}`?" if near else f"known: {_listed(known)}"
                 self.refuse(
                     f"unknown key `{str(key)[:60]}` in {where}", "mergekit ignores it", hint
@@ -201,7 +201,7 @@ def _opened(raw: Mapping[str, Any], source: str) -> _File:
         file.refuse(f"merge_method `{method}`", reason, hint)
     if not isinstance(method, str) or method not in METHODS:
         known = [*METHODS, *REFUSED_METHODS]
-        near = difflib.get_close_matches(str(method), known, n=1, cutoff=0.5)
+        near = nearest(str(method), known)
         hint = f"did you mean `{near[0]}`?" if near else f"known: {_listed(METHODS)}"
         file.refuse(f"merge_method {_shown(method)}", "mergekit has no such method", hint)
     file.entry = METHODS[method]

@@ -1,6 +1,5 @@
 """Recipes: what to compose, as a request in memory, a YAML file, or the record of a result."""
 
-import difflib
 import math
 import re
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import Any, Literal, TypeVar, cast
 from cgmerge.errors import Incompatible, UsageError
 from cgmerge.modules import mergekit
 from cgmerge.modules.recipefile import is_recipe_name, located_base, located_ref, read_mapping
+from cgmerge.nearest import nearest
 from cgmerge.refs import parse_weighted
 
 T = TypeVar("T")
@@ -244,7 +244,7 @@ def _only_known(raw: Mapping[str, Any], known: set[str], source: str) -> None:
         )
     for key in raw:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            near = nearest(str(key), known)
             raise UsageError(
                 f"{source}: unknown key `{str(key)[:60]}`",
                 code="recipe",

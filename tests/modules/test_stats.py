@@ -181,7 +181,7 @@ def data(tmp_path):
     return path
 
 
-def test_the_command_and_what_compose_does_with_it(run, expert, data, tmp_path):
+def test_the_command_and_what_compose_does_with_it(run, expert, data, tmp_path, monkeypatch):
     words = ["compose", expert.folder, "--base", "tiny", "-m", "regmean", "-o", tmp_path / "o"]
     code, _, err = run(*words)
     assert code == 2
@@ -199,6 +199,11 @@ def test_the_command_and_what_compose_does_with_it(run, expert, data, tmp_path):
     code, _, err = run(*stats)
     assert code == 2
     assert "--overwrite" in err
+    # A path is said as it was given.
+    monkeypatch.chdir(expert.folder.parent)
+    code, text, err = run("stats", expert.folder.name, *stats[2:], "--limit", 3, "--overwrite")
+    assert code == 0, err
+    assert f"wrote    {expert.folder.name}/cgmerge-stats.safetensors" in err
     # Statistics beside an expert are not part of its size.
     assert json.loads(run("inspect", expert.folder, "--json")[1])["size_bytes"] == size
     for method in ("regmean", "fisher"):
