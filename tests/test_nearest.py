@@ -18,9 +18,7 @@ def test_slips_are_found(word, meant):
     assert nearest(word, METHODS) == [meant]
 
 
-@pytest.mark.parametrize(
-    "word", ["average", "tune", "fish", "x", "", "tasks", "lines"]
-)
+@pytest.mark.parametrize("word", ["average", "tune", "fish", "x", "", "tasks", "lines"])
 def test_other_words_are_left_alone(word):
     assert nearest(word, METHODS) == []
 

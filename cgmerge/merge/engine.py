@@ -151,6 +151,7 @@ class Merger:
         ids: What each expert is called; random methods draw the same for the same name, whatever
             the order. Default: the position.
         stats: For methods that need statistics, one mapping per expert, module to tensor.
+        names: The modules that are merged; default all.
 
     Raises:
         UsageError: The method needs statistics and there are none.
@@ -164,6 +165,7 @@ class Merger:
         *,
         ids: Sequence[str] | None = None,
         stats: Sequence[Statistics] | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         self.rule = rule
         self.experts = experts
@@ -178,12 +180,12 @@ class Merger:
             )
         self.space = SpaceExperts(experts, rule.space) if rule.space else None
         seen = self.space.views if self.space else experts
-        self.blocks = Blocks(seen, dtype=dtype, ids=ids)
+        self.blocks = Blocks(seen, names=names, dtype=dtype, ids=ids)
 
     @property
     def names(self) -> list[str]:
-        """Return the modules that any expert touches, sorted."""
-        return self.blocks.all_names
+        """Return the modules that are merged, sorted."""
+        return self.blocks.names
 
     @cached_property
     def state(self) -> Mapping[str, Any]:

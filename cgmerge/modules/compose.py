@@ -6,6 +6,7 @@ are sorted by content first, so that equal inputs give equal bytes (except for m
 which tell the first from the second).
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -24,7 +25,8 @@ from cgmerge.modules.recipe import ExpertRef, Recipe
 from cgmerge.refs import local_folder
 
 if TYPE_CHECKING:
-    from cgmerge.merge import Rule
+    from cgmerge.merge import AnyMerger, Rule
+    from cgmerge.modules.compose_parts import Rules
     from cgmerge.modules.fullmodel import FullExpert
     from cgmerge.modules.stats import StatsFile
 
@@ -57,6 +59,8 @@ class Plan:
     rank: int
     base: Base | None
     stats: "list[StatsFile] | None" = None
+    parts: "Rules" = field(default_factory=list)
+    """Rules with their modules, where they differ; `rule` then is for everything else."""
     given: list[int] = field(default_factory=list)
     """Position in `experts` of the first, second … expert as the user named them."""
     warnings: list[str] = field(default_factory=list)
@@ -81,6 +85,14 @@ class Plan:
             for deltas in self.deltas
             for path, (out, into, _) in sizes_of(deltas).items()
         }
+
+    def merger(self) -> "AnyMerger":
+        """Return what merges the experts, module by module."""
+        from cgmerge.merge import Merger, PartsMerger
+
+        if self.parts:
+            return PartsMerger(self.parts, self.deltas, ids=self.ids, stats=self.stats)
+        return Merger(self.rule, self.deltas, ids=self.ids, stats=self.stats)
 
     @property
     def ids(self) -> list[str]:
@@ -151,11 +163,18 @@ def make_plan(recipe: Recipe) -> Plan:
     weights = [item.weight for item in recipe.experts]
     rule = make_rule(recipe.method, len(opened), weights=weights, params=recipe.params)
     order = rule.order([_order_key(one) for one in opened])
-    rule = rule.reordered(order)
+    plain, rule = rule, rule.reordered(order)
     experts = [opened[i][0] for i in order]
     items = [opened[i][1] for i in order]
     _check_same_base([expert for expert in experts if isinstance(expert, Expert)], recipe)
     deltas = _deltas(experts, base, recipe)
+    parts: Rules = []
+    if recipe.parts or recipe.by_tensor:
+        from cgmerge.modules.compose_parts import rules_by_module, weight_names
+
+        names = weight_names(experts, base)
+        found = rules_by_module(recipe, plain, itertools.chain(*deltas), names, base)
+        parts = [(one.reordered(order), modules) for one, modules in found]
     rank = plan_rank(rule, deltas, recipe.rank) if recipe.form == "adapter" else 0
     if rank > MAX_RANK:
         raise UsageError(
@@ -168,7 +187,7 @@ def make_plan(recipe: Recipe) -> Plan:
     given = [order.index(i) for i in range(len(order))]
     refs = [item.ref for item in items]
     stats = _open_stats(experts, rule, recipe)
-    plan = Plan(recipe, experts, refs, deltas, rule, rank, base, stats, given)
+    plan = Plan(recipe, experts, refs, deltas, rule, rank, base, stats, parts, given)
     plan.warnings.extend(_plan_warnings(plan))
     return plan
 
