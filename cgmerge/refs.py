@@ -5,13 +5,13 @@ A reference is a local folder unless it is written as an explicit remote one (`h
 what is near it, never with a hub look-up.
 """
 
-import difflib
 import math
 import os
 from pathlib import Path
 
 from cgmerge import fs
 from cgmerge.errors import EnvironmentProblem, NotFound, UsageError
+from cgmerge.nearest import nearest
 
 _REMOTE = "hf://"
 
@@ -107,7 +107,7 @@ def _near(path: Path) -> list[str]:
         names = [entry.name for entry in os.scandir(path.parent) if entry.is_dir()]
     except (OSError, ValueError):
         return []
-    return difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
+    return nearest(path.name, names, count=3)
 
 
 def _fetch(ref: str, what: str) -> Path:

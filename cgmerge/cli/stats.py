@@ -52,15 +52,18 @@ def stats(
     from cgmerge.modules.expert import open_expert
     from cgmerge.modules.loading import load_base
     from cgmerge.modules.stats import KINDS, collect, write_stats
+    from cgmerge.refs import expanded
 
     output = Output(as_json=as_json, quiet=quiet, verbose=verbose)
     opened = open_base(base)
     found = open_expert(expert, base=opened)
     found.deltas(opened, force_base=force_base)
     target = out or found.stats_path
+    given = out is None and expanded(expert).is_dir()
+    shown = str(Path(expert) / target.name) if given else str(target)
     if target.exists() and not overwrite:
         raise UsageError(
-            f"{target} exists already",
+            f"{shown} exists already",
             code="out_exists",
             hint="choose another --out, or --overwrite",
         )
@@ -82,11 +85,11 @@ def stats(
         result = collect(loaded, found, rows, kinds, progress=step, force_base=force_base)
     write_stats(target, result, found, loaded, [file.sha256 for file in files])
     size = target.stat().st_size
-    output.line("wrote", f"{target} ({size / 1e6:.2f} MB: {', '.join(kinds)})")
+    output.line("wrote", f"{shown} ({size / 1e6:.2f} MB: {', '.join(kinds)})")
     output.result(
         "cgmerge.stats/1",
         {
-            "out": str(target),
+            "out": shown,
             "expert": found.digest,
             "base": {"ref": opened.ref, "fingerprint": opened.fingerprint},
             "kinds": list(kinds),
@@ -95,5 +98,5 @@ def stats(
             "modules": len(found.pairs),
             "size_bytes": size,
         },
-        short=str(target),
+        short=shown,
     )

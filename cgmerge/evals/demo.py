@@ -124,10 +124,11 @@ def run_demo(out: Path, *, seed: int, steps: int, voice: Voice) -> DemoResult:
     voice.stage("sweep")
     base = open_base("tiny")
     loaded = load_base(base, device="cpu", dtype="float32")
-    experts = [open_expert(str(out / "experts" / skill)).deltas(base) for skill in SKILLS]
-    factors = [{path: deltas[path] for path in deltas} for deltas in experts]
+    experts = [open_expert(str(out / "experts" / skill)) for skill in SKILLS]
+    factors = [dict(expert.deltas(base)) for expert in experts]
     candidates = _candidates()
-    validation = sweep(loaded, factors, candidates, skill_sets(data, "validation"))
+    ids = [expert.digest for expert in experts]
+    validation = sweep(loaded, factors, candidates, skill_sets(data, "validation"), ids=ids)
     chosen = {
         method: best(validation, [c for c in candidates if c.method == method], GROUPS)
         for method in ("task-arithmetic", "ties")

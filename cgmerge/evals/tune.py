@@ -119,6 +119,12 @@ def check_open(plan: "Plan") -> None:
             code="tune",
             hint="give --scale, or make adapters of the full models with `cgmerge extract`",
         )
+    if plan.parts:
+        raise UsageError(
+            "tuning chooses one value for all modules, and the recipe has several",
+            code="tune",
+            hint="give one weight and one value of each parameter, or --scale and no --tune",
+        )
     if not grids_of(plan.rule, plan.recipe.params):
         raise UsageError(
             f"every parameter of `{plan.rule.name}` is given; nothing is left to tune",

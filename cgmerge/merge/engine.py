@@ -7,7 +7,7 @@ Matrix rules on plain tensors hold one module of every expert in float64.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -55,6 +55,24 @@ class Rule:
     def low_rank(self) -> bool:
         """Whether merging LoRA experts gives a delta of rank at most the sum of their ranks."""
         return bool(self.space) or self.spec.low_rank
+
+    @property
+    def even(self) -> bool:
+        """Whether all directions weigh the same, so that a cut to a lower rank is arbitrary."""
+        known = self.spec.traits.even
+        return known is not None and all(getattr(self.params, k) == v for k, v in known.items())
+
+    def order(self, keys: Sequence[Any]) -> list[int]:
+        """Return the order in which experts are merged: sorted by key, unless order matters.
+
+        Sums are then made in the same order however the experts were named.
+        """
+        places = range(len(keys))
+        return list(places) if self.spec.traits.ordered else sorted(places, key=keys.__getitem__)
+
+    def reordered(self, order: Sequence[int]) -> "Rule":
+        """Return the rule for the experts in another order."""
+        return replace(self, weights=tuple(self.weights[i] for i in order))
 
 
 def make_rule(
@@ -134,6 +152,7 @@ class Merger:
         ids: What each expert is called; random methods draw the same for the same name, whatever
             the order. Default: the position.
         stats: For methods that need statistics, one mapping per expert, module to tensor.
+        names: The modules that are merged; default all.
 
     Raises:
         UsageError: The method needs statistics and there are none.
@@ -147,6 +166,7 @@ class Merger:
         *,
         ids: Sequence[str] | None = None,
         stats: Sequence[Statistics] | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         self.rule = rule
         self.experts = experts
@@ -161,12 +181,12 @@ class Merger:
             )
         self.space = SpaceExperts(experts, rule.space) if rule.space else None
         seen = self.space.views if self.space else experts
-        self.blocks = Blocks(seen, dtype=dtype, ids=ids)
+        self.blocks = Blocks(seen, names=names, dtype=dtype, ids=ids)
 
     @property
     def names(self) -> list[str]:
-        """Return the modules that any expert touches, sorted."""
-        return self.blocks.all_names
+        """Return the modules that are merged, sorted."""
+        return self.blocks.names
 
     @cached_property
     def state(self) -> Mapping[str, Any]:

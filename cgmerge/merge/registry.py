@@ -19,7 +19,6 @@ Four kinds of function; the engine multiplies what they return by `params.scale`
   Tensors with fewer than two dimensions are averaged.
 """
 
-import difflib
 import importlib
 import math
 import pkgutil
@@ -32,6 +31,7 @@ from typing import Any, Literal, TypeVar
 from cgmerge.errors import UsageError
 from cgmerge.merge.deltas import Blocks
 from cgmerge.merge.params import Params, build_params, param
+from cgmerge.nearest import nearest
 
 __all__ = [
     "About",
@@ -77,6 +77,8 @@ class Traits:
         relative_weights: A common factor on all weights changes nothing.
         pointwise: For `entry`: whether, with the state that `prepare` found for a tensor, an
             entry's result depends on nothing but that entry's values.
+        even: Parameters under which all directions of a merged matrix weigh the same, so that
+            no lower rank is better than another; None when there are none.
     """
 
     scope: Literal["entry", "tensor", "model"] = "entry"
@@ -89,6 +91,7 @@ class Traits:
     stats: Literal["gram", "fisher"] | None = None
     relative_weights: bool = False
     pointwise: Callable[[Any], bool] | None = None
+    even: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +250,7 @@ def get_method(name: str) -> tuple[MethodSpec, Mapping[str, Any]]:
     _load_all()
     spec = _METHODS.get(name)
     if spec is None:
-        near = difflib.get_close_matches(name, _METHODS, n=1, cutoff=0.5)
+        near = nearest(name, _METHODS)
         known = f"`cgmerge methods` lists all {len(all_methods())}"
         raise UsageError(
             f"unknown method `{name}`",

@@ -228,7 +228,7 @@ def open_expert(ref: str, *, base: Base | None = None) -> Expert:
     if compressed is not None:
         from cgmerge.modules.compress.opened import open_compressed
 
-        return open_compressed(compressed, ref, base=base)
+        return open_compressed(compressed, ref)
     _check_present(folder)
     text = read_small(folder / CONFIG, limit=1 << 20)
     raw = strictjson.loads_object(text, source=str(folder / CONFIG))

@@ -30,7 +30,7 @@ from cgmerge.tensorfile import (
 if TYPE_CHECKING:
     import torch
 
-    from cgmerge.merge import Merger
+    from cgmerge.merge import AnyMerger
 
 _COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*")
 _NOT_COPIED = {
@@ -58,7 +58,7 @@ class _Writer:
     """Adds the merged delta to the base, one file of it at a time."""
 
     def __init__(
-        self, plan: Plan, merger: "Merger", progress: Callable[[int], None] | None
+        self, plan: Plan, merger: "AnyMerger", progress: Callable[[int], None] | None
     ) -> None:
         import torch
 
@@ -183,8 +183,6 @@ def write_model(
         Incompatible: Quantized base, overflow, nothing changed, or most of it lost to rounding.
         Damaged: What was written does not read back the same.
     """
-    from cgmerge.merge import Merger
-
     base = plan.base
     assert base is not None
     if base.config.get("quantization_config"):
@@ -193,7 +191,7 @@ def write_model(
             code="quantized_base",
             hint="use the 16-bit base the quantized one was made from, or compose --as adapter",
         )
-    writer = _Writer(plan, Merger(plan.rule, plan.deltas, ids=plan.ids, stats=plan.stats), progress)
+    writer = _Writer(plan, plan.merger(), progress)
     for source in sorted(writer.files):
         writer.write_file(source, stage)
     total = math.sqrt(sum(report.norm**2 for report in writer.modules.values()))

@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from cgmerge import strictjson
 from cgmerge.errors import Damaged, Incompatible, readable
 from cgmerge.modules.adapter_config import parse_adapter_config
-from cgmerge.modules.base import Base
 from cgmerge.modules.card import BaseId, ExpertCard
 from cgmerge.modules.compress.container import CgeFile
 from cgmerge.modules.compress.manifest import LOSSLESS
@@ -70,13 +69,12 @@ class CgeTensors:
         self.file.close()
 
 
-def open_compressed(path: Path, ref: str, *, base: Base | None = None) -> Expert:
+def open_compressed(path: Path, ref: str) -> Expert:
     """Open a `.cge` file: header, manifest and index; nothing is decoded.
 
     Args:
         path: The file.
         ref: What the user wrote.
-        base: Where known, its shapes bound what the file may expand to.
 
     Raises:
         Damaged: Truncated or altered, or tensors that do not form pairs of factors.
