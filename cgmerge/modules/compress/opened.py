@@ -50,10 +50,8 @@ class CgeTensors:
         Raises:
             Damaged: Names the tensor.
         """
-        from cgmerge.modules.compress.modes import decode_tensor
-
         if name in self._coded:
-            return decode_tensor(self.file.read(self._coded[name]))
+            return self.file.read(self._coded[name]).tensor()
         return self.file.read_dense(name).tensor()
 
     def sha256(self) -> str:
