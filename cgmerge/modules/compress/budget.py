@@ -1,77 +1,68 @@
-"""Hit a size: the knob of a mode is turned until the result is just below the target."""
+"""Hit a size: the knob of a mode is turned until the result lies in a window of sizes."""
 
 import math
 from collections.abc import Callable
-from typing import TypeVar
-
-from cgmerge.errors import UsageError
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
 
-SLACK = 0.01
-"""How far below the target the result may stay."""
+_MOST_TRIES = 12
+_NARROW = 1e-3
 
-_MOST_TRIES = 16
-_NARROW = 1e-5
+
+@dataclass(frozen=True, slots=True)
+class Found(Generic[Result]):
+    """The results on both sides of a window, the same one where it was hit.
+
+    Attributes:
+        below: The largest result found that is not above the window; None where all are.
+        above: The smallest result found that is not below it; None where all are.
+    """
+
+    below: Result | None
+    above: Result | None
 
 
 def fit(
     make: Callable[[float], Result],
     measure: Callable[[Result], float],
-    target: float,
+    window: tuple[float, float],
     bounds: tuple[float, float],
     start: float,
-) -> tuple[float, Result]:
-    """Find a knob whose result measures at most `target`, and at least 99 % of it where possible.
+) -> Found[Result]:
+    """Turn a knob until the result's size lies in a window.
 
-    The measure falls as the knob rises, roughly like a power of it, which is what the next guess
-    is taken from; the bracket of knobs shrinks in any case.
+    The size falls as the knob rises, roughly like a power of it, which is what the next guess is
+    taken from; the bracket of knobs shrinks in any case. Sizes may jump over the window.
 
     Args:
         make: The result for a knob.
         measure: Its size, in any unit.
-        target: Above 0.
+        window: Lowest and highest size that will do, above 0.
         bounds: Lowest and highest knob, above 0; the highest gives the smallest result.
         start: First guess.
-
-    Returns:
-        The knob and its result; below 99 % of the target where sizes jump, or where the lowest
-        knob gives no more.
-
-    Raises:
-        UsageError: The smallest result is larger than the target.
     """
     low, high = bounds
     knob = min(max(start, low), high)
-    best: tuple[float, Result] | None = None
-    below = above = None  # (knob, size) of the bracket's ends once measured
+    aim = math.sqrt(window[0] * window[1])
+    below: tuple[float, float, Result] | None = None  # knob, size, result
+    above: tuple[float, float, Result] | None = None
     for _ in range(_MOST_TRIES):
         result = make(knob)
         size = measure(result)
-        if size <= target:
-            best = knob, result
-            if size >= (1.0 - SLACK) * target or knob <= low:
-                return best
-            high, below = knob, (knob, size)
+        if window[0] <= size <= window[1]:
+            return Found(result, result)
+        if size < window[0]:
+            below, high = (knob, size, result), knob
+            finished = knob <= low
         else:
-            if knob >= high:
-                break
-            low, above = knob, (knob, size)
-        if high / low < 1.0 + _NARROW:
+            above, low = (knob, size, result), knob
+            finished = knob >= high
+        if finished or high / low < 1.0 + _NARROW:
             break
-        knob = _next(low, high, below, above, (1.0 - SLACK / 2) * target)
-    if best is not None:
-        return best
-    result = make(high)
-    if measure(result) <= target:
-        return high, result
-    raise UsageError(
-        f"the smallest this mode gives is {measure(result):,.0f}, the target {target:,.0f}",
-        code="target",
-        hint="raise the target",
-        expected=target,
-        found=measure(result),
-    )
+        knob = _next(low, high, below and below[:2], above and above[:2], aim)
+    return Found(below and below[2], above and above[2])
 
 
 def _next(

@@ -19,16 +19,18 @@ from cgmerge.errors import Damaged, Incompatible, UsageError
 from cgmerge.merge.deltas import LowRank
 from cgmerge.merge.engine import one_thread
 from cgmerge.modules.compress.budget import fit
+from cgmerge.modules.compress.codec import coded_bits
 from cgmerge.modules.compress.compeft import global_signs, sample_deviation
 from cgmerge.modules.compress.fidelity import Fidelity, fidelity
-from cgmerge.modules.compress.rate import SCALE_BITS, entropy_bits
+from cgmerge.modules.compress.rate import SCALE_BITS
 from cgmerge.modules.compress.sections import Coded
 from cgmerge.modules.compress.svdq import quantised_terms
-from cgmerge.modules.compress.terms import Terms
+from cgmerge.modules.compress.termfit import CLOSE, Decompose, coded_terms, fit_terms
 from cgmerge.modules.compress.ternary import ternary_terms
 from cgmerge.modules.compress.topk import top_k_signs
 
 Mode = Literal["ternary", "svdq", "compeft"]
+Gauge = Literal["svd", "raw"]
 MODES: tuple[Mode, ...] = ("ternary", "svdq", "compeft")
 
 DENSITY = 0.2
@@ -38,9 +40,12 @@ _RAW_MULTIPLIERS = ((0.05, 2.2), (0.1, 2.0), (0.2, 1.7), (0.5, 1.3), (1.0, 1.0))
 """Best multipliers of the scales of raw factors by density, measured on trained experts."""
 
 
-def estimated_bytes(coded: Sequence[Coded]) -> float:
-    """Return what the tensors cost at least: entropy of the levels, and the scales."""
-    bits = sum(entropy_bits(part.levels) + SCALE_BITS * part.scales.size for part in coded)
+_LEAST_COSINE = 0.05
+
+
+def coded_bytes(coded: Sequence[Coded]) -> float:
+    """Return the bytes of levels and scales as the codec writes them, headers and index apart."""
+    bits = sum(coded_bits(part.levels) + SCALE_BITS * part.scales.size for part in coded)
     return bits / 8.0
 
 
@@ -54,16 +59,16 @@ class Options:
         size_of: Bytes of a list of coded tensors.
         multiplier: Factor on the delta; None takes the data-free default of the mode.
         alpha: Of `compeft`, factor on σ.
-        gauge: Of `ternary`: `free` to choose signs for ΔW, `raw` to keep the factors' own basis.
+        gauge: Of `ternary`: `svd` to choose signs for ΔW, `raw` to keep the factors' own basis.
         scaling: Module to what its B must still be multiplied by; absent is 1.
     """
 
     density: float | None = None
     target: float | None = None
-    size_of: Callable[[Sequence[Coded]], float] = estimated_bytes
+    size_of: Callable[[Sequence[Coded]], float] = coded_bytes
     multiplier: float | None = None
     alpha: float = 1.0
-    gauge: Literal["free", "raw"] = "free"
+    gauge: Gauge = "svd"
     scaling: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -76,16 +81,14 @@ class Encoded:
         mode: How it was made.
         gauge: `raw` where A and B are still in the basis they were trained in.
         multiplier: Factor on the delta that the scales hold.
-        knob: Slope, step or density that was settled on.
         entries: Parameters of the expert before.
         fidelity: Likeness of every module.
     """
 
     coded: list[Coded]
     mode: Mode
-    gauge: Literal["free", "raw"]
+    gauge: Gauge
     multiplier: float
-    knob: float
     entries: int
     fidelity: Fidelity
 
@@ -124,6 +127,7 @@ def encode(mode: Mode, factors: Mapping[str, LowRank], options: Options) -> Enco
         UsageError: Settings out of range, or a size that the mode cannot reach.
     """
     _check(mode, options)
+    gauge: Gauge = "raw" if mode == "compeft" else "svd" if mode == "svdq" else options.gauge
     with one_thread():
         _check_finite(factors)
         exact = {name: _folded(factors[name], options, name) for name in sorted(factors)}
@@ -133,12 +137,9 @@ def encode(mode: Mode, factors: Mapping[str, LowRank], options: Options) -> Enco
                 code="no_effect",
                 hint="check that it is a trained adapter",
             )
-        make: _Make = {"ternary": _Free, "svdq": _Stepped, "compeft": _Published}[mode](
-            exact, factors, options
-        )
-        if mode == "ternary" and options.gauge == "raw":
-            make = _Raw(exact, factors, options)
-        encoded = make.best()
+        work = _Work(exact, factors, options)
+        coded = work.terms(mode) if gauge == "svd" else work.signs(mode)
+        encoded = work.finished(mode, gauge, coded)
     if encoded.fidelity.total.coded_sq <= 0:
         raise Incompatible(
             f"nothing is left of the expert in mode {mode}"
@@ -173,11 +174,8 @@ def count_nonzero(coded: Sequence[Coded]) -> int:
     return sum(int(np.count_nonzero(part.levels)) for part in coded)
 
 
-class _Make:
-    """One mode at work on one expert."""
-
-    mode: Mode
-    gauge: Literal["free", "raw"] = "free"
+class _Work:
+    """One expert at work."""
 
     def __init__(
         self, exact: dict[str, LowRank], factors: Mapping[str, LowRank], options: Options
@@ -188,119 +186,91 @@ class _Make:
         self.entries = sum(delta.a.numel() + delta.b.numel() for delta in exact.values())
         self.energy = math.fsum(delta.norm() ** 2 for delta in exact.values())
 
-    def at(self, knob: float) -> Encoded:
-        """Return the result for a knob, with the default or wanted multiplier."""
-        raise NotImplementedError
-
-    def best(self) -> Encoded:
-        """Return the result for the asked density or size."""
-        raise NotImplementedError
-
-    def by_size(self, bounds: tuple[float, float], start: float) -> Encoded:
-        """Turn the knob to the asked size, or else to the asked density."""
+    def terms(self, mode: Mode) -> list[Coded]:
+        """Choose terms of all modules for the asked size or density."""
         options = self.options
+        per_entry = self.energy / self.entries
+        decompose: Decompose = ternary_terms
+        knobs = (1e-7 * per_entry, self.energy, 0.25 * per_entry)
+        if mode == "svdq":
+            decompose, typical = quantised_terms, math.sqrt(per_entry)
+            knobs = (1e-4 * typical, math.sqrt(self.energy), typical)
         if options.target is not None:
-            size_of = options.size_of
-            return fit(self.at, lambda e: size_of(e.coded), options.target, bounds, start)[1]
-        count = _density(options) * self.entries
-        return fit(self.at, lambda e: count_nonzero(e.coded), count, bounds, start)[1]
+            terms = fit_terms(self.exact, decompose, options.size_of, options.target, knobs)
+        else:
+            count = _density(options) * self.entries
+            terms = fit_terms(self.exact, decompose, count_nonzero, count, knobs)
+        return coded_terms(terms)
 
-    def finished(self, coded: list[Coded], knob: float, default: float | None) -> Encoded:
-        """Measure, and put the multiplier in.
+    def signs(self, mode: Mode) -> list[Coded]:
+        """Take signs of the factors as they are, at the asked density or just below the size."""
+        make = self._published() if mode == "compeft" else self._raw
+        target, size_of = self.options.target, self.options.size_of
+        if target is None:
+            return make(_density(self.options))
+        # The knob is 1 / density: sizes fall as it rises.
+        found = fit(
+            lambda knob: make(1.0 / knob),
+            size_of,
+            (CLOSE * target, target),
+            (1.0, float(self.entries)),
+            10.0,
+        )
+        if found.below is None:
+            assert found.above is not None
+            raise UsageError(
+                f"the smallest that mode {mode} gives is {size_of(found.above):,.0f} bytes, asked"
+                f" are {target:,.0f}",
+                code="target",
+                hint="ask for more bytes",
+                expected=target,
+                found=size_of(found.above),
+            )
+        return found.below
 
-        Args:
-            coded: With multiplier 1.
-            knob: What they were made with.
-            default: Data-free multiplier; None restores the norm of the task vector.
-        """
+    def finished(self, mode: Mode, gauge: Gauge, coded: list[Coded]) -> Encoded:
+        """Measure, and put the multiplier in."""
         found = fidelity(self.exact, decode(coded))
-        encoded = Encoded(coded, self.mode, self.gauge, 1.0, knob, self.entries, found)
+        encoded = Encoded(coded, mode, gauge, 1.0, self.entries, found)
         factor = self.options.multiplier
         if factor is None:
-            # Least squares gives ‖ΔŴ‖ = cos·‖ΔW‖. What was dropped is mostly harmless noise, what
-            # was kept should act at full strength: 1/cos was within 2 % of the tuned score.
-            factor = default or 1.0 / max(found.cosine, 0.05)
+            factor = self._default(mode, encoded)
         return encoded if factor == 1.0 else encoded.times(factor)
 
+    def _default(self, mode: Mode, encoded: Encoded) -> float:
+        """Return the multiplier that is taken without data."""
+        if mode == "compeft":
+            return 1.0
+        if encoded.gauge == "raw":
+            return raw_multiplier(encoded.density) ** 2
+        # Least squares gives ‖ΔŴ‖ = cos·‖ΔW‖. What was dropped acts like noise and does little,
+        # what was kept should act at full strength: the norm of ΔW is restored.
+        return 1.0 / max(encoded.fidelity.cosine, _LEAST_COSINE)
 
-class _Terms(_Make):
-    def terms(self, delta: LowRank, knob: float) -> Terms:
-        raise NotImplementedError
-
-    def at(self, knob: float) -> Encoded:
-        coded = [
-            part
-            for name, delta in self.exact.items()
-            for part in self.terms(delta, knob).coded(name)
-        ]
-        return self.finished(coded, knob, None)
-
-
-class _Free(_Terms):
-    mode = "ternary"
-
-    def terms(self, delta: LowRank, knob: float) -> Terms:
-        return ternary_terms(delta, knob)
-
-    def best(self) -> Encoded:
-        per_entry = self.energy / self.entries
-        return self.by_size((1e-7 * per_entry, self.energy), 0.25 * per_entry)
-
-
-class _Stepped(_Terms):
-    mode = "svdq"
-
-    def terms(self, delta: LowRank, knob: float) -> Terms:
-        return quantised_terms(delta, knob)
-
-    def best(self) -> Encoded:
-        typical = math.sqrt(self.energy / self.entries)
-        return self.by_size((1e-4 * typical, math.sqrt(self.energy)), typical)
-
-
-class _Raw(_Make):
-    mode = "ternary"
-    gauge = "raw"
-
-    def at(self, knob: float) -> Encoded:
-        density = 1.0 / knob
-        coded = [
+    def _raw(self, density: float) -> list[Coded]:
+        return [
             _signs(f"{name}.lora_{side}", values, density)
             for name, delta in self.exact.items()
             for side, values in (("A", delta.a), ("B", delta.b))
         ]
-        return self.finished(coded, density, raw_multiplier(density) ** 2)
 
-    def best(self) -> Encoded:
-        if self.options.target is None:
-            return self.at(1.0 / _density(self.options))
-        return self.by_size((1.0, float(self.entries)), 10.0)
-
-
-class _Published(_Make):
-    mode = "compeft"
-    gauge = "raw"
-
-    def at(self, knob: float) -> Encoded:
-        density = 1.0 / knob
-        sigma = self.options.alpha * self.sigma
-        coded = []
-        for signs in global_signs(self.tensors, density):
-            module, side = signs.name.rsplit(".lora_", 1)
-            scale = sigma * self.options.scaling.get(module, 1.0) if side == "B" else sigma
-            coded.append(_coded(signs.name, signs.levels, scale))
-        return self.finished(coded, density, 1.0)
-
-    def best(self) -> Encoded:
-        self.tensors = {
+    def _published(self) -> Callable[[float], list[Coded]]:
+        tensors = {
             f"{name}.lora_{side}": values.float()
             for name, delta in self.factors.items()
             for side, values in (("A", delta.a), ("B", delta.b))
         }
-        self.sigma = sample_deviation(self.tensors)
-        if self.options.target is None:
-            return self.at(1.0 / _density(self.options))
-        return self.by_size((1.0, float(self.entries)), 10.0)
+        sigma = self.options.alpha * sample_deviation(tensors)
+
+        def make(density: float) -> list[Coded]:
+            coded = []
+            for signs in global_signs(tensors, density):
+                module, side = signs.name.rsplit(".lora_", 1)
+                scaling = self.options.scaling.get(module, 1.0) if side == "B" else 1.0
+                coded.append(_coded(signs.name, signs.levels, sigma * scaling))
+            return coded
+
+        return make
 
 
 def raw_multiplier(density: float) -> float:

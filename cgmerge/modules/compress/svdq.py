@@ -28,7 +28,10 @@ better for coarse ones (0.1, 0.15, 0.2 and 0.3 were tried)."""
 MOST_LEVELS = 1 << 14
 """Largest level: steps so fine that float32 factors would be smaller anyway are not used."""
 
-_ROUNDS = 3
+_ROUNDS = 2
+"""Times that both sides are rounded in turn; it matters for flat spectra only."""
+
+_COUNTS = 3
 _UNSEEN = 0.3
 
 
@@ -62,15 +65,18 @@ def _best_term(rest: Rest, image: Tensor, step: float) -> tuple[Tensor, Tensor, 
     x, _ = entropy_rounded(image / step, PRICE)
     if not x.any():
         return None
-    # For a fixed x the best y is the image below; rounding it with d = Δ/‖x‖ keeps both sides'
-    # errors at the same slope.
-    y, y_bits = entropy_rounded(rest.times_transposed(x) / (step * x.norm()), PRICE)
-    if not y.any():
-        return None
-    x, x_bits = entropy_rounded(rest.times(y) / (step * y.norm()), PRICE)
+    for _ in range(_ROUNDS):
+        # For a fixed x the best y is the image below; rounding it with d = Δ/‖x‖ keeps both
+        # sides' errors at the same slope.
+        y, y_bits = entropy_rounded(rest.times_transposed(x) / (step * x.norm()), PRICE)
+        if not y.any():
+            return None
+        x, x_bits = entropy_rounded(rest.times(y) / (step * y.norm()), PRICE)
+        if not x.any():
+            return None
     size = float(x.square().sum() * y.square().sum())
     overlap = float(torch.dot(x, rest.times(y)))
-    if not size or overlap**2 / size <= PRICE * step**2 * (x_bits + y_bits + SCALE_BITS):
+    if overlap**2 / size <= PRICE * step**2 * (x_bits + y_bits + SCALE_BITS):
         return None
     return x, y, overlap / size
 
@@ -93,7 +99,7 @@ def entropy_rounded(
     level = (size + 0.4).floor().long()
     top = int(low.max()) + 1
     errors = torch.stack([size.square(), (size - low).square(), (low + 1 - size).square()])
-    for _ in range(_ROUNDS):
+    for _ in range(_COUNTS):
         counts = torch.bincount(level, minlength=top + 1).double() + _UNSEEN
         cost = -torch.log2(counts / counts.sum())
         cost[1:] += 1.0  # the sign

@@ -35,11 +35,15 @@ class Terms:
     y: Int[Tensor, "terms in"]
     d: Float[Tensor, "terms"]
 
+    def only(self, places: list[int]) -> "Terms":
+        """Return some of the terms, with the weights as they are."""
+        return Terms(self.x[places], self.y[places], self.d[places])
+
     def delta(self) -> LowRank:
         """Return the sum as factors, float64."""
         return LowRank(self.y.double(), (self.d[:, None] * self.x).T)
 
-    def coded(self, name: str, multiplier: float = 1.0) -> list[Coded]:
+    def coded(self, name: str) -> list[Coded]:
         """Return both factors as they are stored.
 
         A gets one scale, a power of two near √d, so that A and B are of one size; B one for each
@@ -47,7 +51,6 @@ class Terms:
 
         Args:
             name: The module's path.
-            multiplier: Factor on the delta, above 0.
         """
         if not self.d.numel():
             one = np.ones(1, dtype=np.float32)
@@ -56,9 +59,8 @@ class Terms:
                 Coded(f"{name}.lora_A", blank[0], one),
                 Coded(f"{name}.lora_B", blank[1], one, transposed=True),
             ]
-        d = self.d * multiplier
-        root = 2.0 ** round(float(torch.log2(d).mean()) / 2)
-        scales = (d / root).numpy().astype(np.float32)
+        root = 2.0 ** round(float(torch.log2(self.d).mean()) / 2)
+        scales = (self.d / root).numpy().astype(np.float32)
         return [
             Coded(f"{name}.lora_A", _narrow(self.y), np.array([root], dtype=np.float32)),
             Coded(f"{name}.lora_B", _narrow(self.x), scales, transposed=True),
