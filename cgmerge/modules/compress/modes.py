@@ -83,6 +83,7 @@ class Encoded:
         multiplier: Factor on the delta that the scales hold.
         entries: Parameters of the expert before.
         fidelity: Likeness of every module.
+        alpha: Of `compeft`, factor on σ.
     """
 
     coded: list[Coded]
@@ -91,6 +92,7 @@ class Encoded:
     multiplier: float
     entries: int
     fidelity: Fidelity
+    alpha: float = 1.0
 
     @property
     def density(self) -> float:
@@ -231,7 +233,7 @@ class _Work:
     def finished(self, mode: Mode, gauge: Gauge, coded: list[Coded]) -> Encoded:
         """Measure, and put the multiplier in."""
         found = fidelity(self.exact, decode(coded))
-        encoded = Encoded(coded, mode, gauge, 1.0, self.entries, found)
+        encoded = Encoded(coded, mode, gauge, 1.0, self.entries, found, self.options.alpha)
         factor = self.options.multiplier
         if factor is None:
             factor = self._default(mode, encoded)

@@ -98,14 +98,14 @@ def entropy_rounded(
     low = size.floor().long()
     level = (size + 0.4).floor().long()
     top = int(low.max()) + 1
-    errors = torch.stack([size.square(), (size - low).square(), (low + 1 - size).square()])
+    zero, down, up = size.square(), (size - low).square(), (low + 1 - size).square()
     for _ in range(_COUNTS):
         counts = torch.bincount(level, minlength=top + 1).double() + _UNSEEN
-        cost = -torch.log2(counts / counts.sum())
-        cost[1:] += 1.0  # the sign
-        bits = torch.stack([cost[0].expand_as(size), cost[low], cost[low + 1]])
-        choice = torch.argmin(errors + price * bits, dim=0)
-        level = torch.where(choice == 0, 0, low + choice - 1)
+        cost = -price * torch.log2(counts / counts.sum())
+        cost[1:] += price  # the sign
+        lower, upper = down + cost[low], up + cost[low + 1]
+        level = torch.where(upper < lower, low + 1, low)
+        level[zero + cost[0] <= torch.minimum(lower, upper)] = 0
     counts = torch.bincount(level).double()
     counts = counts[counts > 0]
     entropy = float(-(counts * torch.log2(counts / counts.sum())).sum())
