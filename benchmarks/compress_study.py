@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cgmerge.modules.compress.modes import Encoded, Options, decode, encode
 
+from cgmerge.errors import Incompatible
 from cgmerge.evals import demo
 from cgmerge.evals.runner import Settings, evaluate_targets
 from cgmerge.evals.suite import SkillSet
@@ -29,13 +29,13 @@ from cgmerge.evals.targets import Target
 from cgmerge.evals.tasks import wordlists
 from cgmerge.merge import LowRank, truncate
 from cgmerge.modules.base import open_base
+from cgmerge.modules.compress.modes import MODES, Mode, Options, decode, encode
 from cgmerge.modules.compress.sections import Coded
 from cgmerge.modules.compress.writer import write_cge
 from cgmerge.modules.expert import open_expert
 from cgmerge.modules.loading import LoadedBase, load_base
 
 RESULTS = Path(__file__).parent / "results"
-MODES = ("ternary", "svdq", "compeft")
 # Factors on the delta; compeft multiplies both factors by its alpha, for which the paper's grid is.
 ALPHAS = (0.5, 1, 2, 3, 4, 5, 6, 8, 10)
 FACTORS = {
@@ -129,9 +129,11 @@ def compressed(
     for mode in MODES:
         for ratio in ratios:
 
-            def make(mode: str = mode, ratio: float = ratio) -> Smaller:
-                options = Options(target=full / ratio, size_of=lambda c: file_size(c, mode))
-                found: Encoded = encode(mode, factors, options)  # type: ignore[arg-type]
+            def make(mode: Mode = mode, ratio: float = ratio) -> Smaller:
+                try:
+                    found = encode(mode, factors, Options(target=full / ratio))
+                except Incompatible:  # nothing is left: the base, for free
+                    return Smaller(mode, ratio, round(full / ratio), {})
                 return Smaller(mode, ratio, file_size(found.coded, mode), decode(found.coded))
 
             yield make
@@ -209,8 +211,8 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         return float(x), float(top + (1.05 - max(share, 0.0)) / 1.05 * (height - top - 50))
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
-        ' font-family="sans-serif" font-size="12">',
+        (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
+        ' font-family="sans-serif" font-size="12">'),
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
