@@ -200,9 +200,13 @@ def test_arrays_of_a_type_that_the_format_lacks(tmp_path):
     assert Dense.of(np.ones((2, 3), ">f4")).array().tolist() == np.ones((2, 3)).tolist()
 
 
-def test_details_too_long(tmp_path):
-    with pytest.raises(UsageError, match="index cannot be written"):
-        write_cge(tmp_path / "x.cge", [], {}, FIELDS, details={"a": "x" * (5 << 20)})
+@pytest.mark.parametrize(
+    "value",
+    ["x" * (5 << 20), [[]] * 100_001, json.loads("[" * 20 + "]" * 20), float("nan"), {1, 2}],
+)
+def test_details_beyond_the_limits(tmp_path, value):
+    with pytest.raises(UsageError, match="the index cannot be written"):
+        write_cge(tmp_path / "x.cge", [], {}, FIELDS, details={"a": value})
 
 
 def test_a_file_that_exists(path):
