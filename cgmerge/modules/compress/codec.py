@@ -351,18 +351,15 @@ def _decode_chunk(chunk: _Chunk, bits: Array, target: Array) -> int:
     if kept.kind >= 0:
         places = bitplane.read_places(kept, bits[: kept.bits])
     place = kept.bits + kept.ones
-    signs = bits[kept.bits : place]
+    signs = 1 - 2 * bits[kept.bits : place].view(np.int8)
     if len(chunk.above) == 1 and chunk.tail == 0:
-        signs = signs.view(np.int8)
-        target[places] = 1 - 2 * signs
+        target[places] = signs
         return 1
     magnitudes = _magnitudes(chunk, bits[place:])
     peak = int(magnitudes.max())
     if peak > np.iinfo(target.dtype).max:
         raise damaged(f"has a magnitude of {peak:,}, beyond the type of the tensor")
-    values = magnitudes.astype(target.dtype)
-    np.negative(values, out=values, where=signs.view(bool))
-    target[places] = values
+    target[places] = magnitudes.astype(target.dtype) * signs
     return peak
 
 

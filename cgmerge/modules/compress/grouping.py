@@ -1,5 +1,7 @@
 """Which rows of a tensor share their codes: those of like density, as far as that pays."""
 
+import functools
+
 import numpy as np
 
 from cgmerge.modules.compress.bitplane import Array, Reader, damaged
@@ -125,13 +127,21 @@ def _histogram(block: Array) -> Array:
 
 def _keys(zeros: Array, columns: int) -> Array:
     """Give each row a number that grows with its density, two to a factor of two of the odds."""
-    zeros = zeros.astype(np.int64)
-    keys = np.zeros(len(zeros), np.int64)
+    return len(_edges(columns)) - np.searchsorted(_edges(columns), zeros, side="right")
+
+
+@functools.lru_cache(maxsize=256)
+def _edges(columns: int) -> Array:
+    """Find the numbers of zeros at which ones : zeros pass each power of the root of 2.
+
+    In whole numbers, 99 / 70 for the root, so that no logarithm decides.
+    """
+    edges = []
     for octave in range(-_OCTAVES, _OCTAVES + 1):
-        for over, under in ((1, 1), (99, 70)):  # 1 and about the root of 2: no logarithm decides
-            ones = (columns - zeros) * under << max(-octave, 0)
-            keys += ones > zeros * over << max(octave, 0)
-    return keys
+        for over, under in ((1, 1), (99, 70)):
+            ones, zeros = under << max(-octave, 0), over << max(octave, 0)
+            edges.append(-(-columns * ones // (ones + zeros)))
+    return np.sort(np.array(edges, np.int64))
 
 
 def _divide(sums: Array) -> tuple[list[int], float]:
