@@ -198,7 +198,7 @@ def read_section(data, rows, columns):
     exponent = head.byte()
     need(16 <= exponent <= 20, "size of chunks")
     limit, groups = 1 << exponent, head.byte()
-    need(1 <= groups <= min(64, rows), "groups")
+    need(1 <= groups <= min(64, rows) and (groups == 1 or columns >= 64), "groups")
     members = np.zeros(rows, np.int64)
     if groups > 1:
         width = (groups - 1).bit_length()

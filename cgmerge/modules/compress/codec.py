@@ -5,7 +5,7 @@ entry not 0; of those, is |value| above 1, above 2 …; the few largest magnitud
 signs are stored as they are. Rows of like density form a group with its own parameters, found by
 the coder, because components of a rotated expert differ by orders of magnitude.
 
-Work goes in chunks of a million entries, so that memory is the tensor plus a few tens of MB.
+Work goes in chunks of 2^16 to 2^20 entries, so that memory is the tensor plus a few tens of MB.
 A reader knows every length from the descriptions at the start of a section and checks their sum
 against the section before it allocates anything of the tensor's size.
 """
@@ -223,7 +223,7 @@ def _read_plan(reader: Reader, rows: int, columns: int) -> _Plan:
     exponent = reader.byte()
     if not SMALLEST_CHUNK <= exponent <= LARGEST_CHUNK:
         raise damaged(f"has chunks of 2^{exponent} entries")
-    return _Plan(grouping.unpack(reader, rows), rows, columns, exponent)
+    return _Plan(grouping.unpack(reader, rows, columns), rows, columns, exponent)
 
 
 def _flat(levels: Array, rows: Rows, columns: slice) -> Array:
