@@ -156,7 +156,10 @@ def read_chunk_head(head, length):
         return found
     found["size"] += kept
     last = kept
-    for _ in range(head.byte()):
+    thresholds = head.byte()
+    need(thresholds <= 16, "too many thresholds")
+    for _ in range(thresholds):
+        need(last > 0, "a threshold that nothing reaches")
         above = head.number()
         need(above <= last, "more above a threshold than reached it")
         found["thresholds"].append((read_description(head, last, above), last, above))

@@ -21,7 +21,10 @@ from cgmerge.modules.compress.bitplane import Array, Plane, Reader, Shape, damag
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 16, 20
 MAX_PLANES = 12
-"""Thresholds that the encoder tries; a reader accepts up to 255."""
+"""Thresholds that the encoder tries."""
+
+READ_PLANES = 16
+"""Thresholds that a reader accepts; more would only cost it time."""
 
 MAX_SHIFT = 30
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -326,7 +329,12 @@ def _read_chunk(reader: Reader, length: int) -> _Chunk:
         return _Chunk(kept, (), 0, 0, 0)
     above: list[Shape] = []
     tail = kept.ones
-    for _ in range(reader.byte()):
+    thresholds = reader.byte()
+    if thresholds > READ_PLANES:
+        raise damaged(f"has {thresholds} thresholds; at most {READ_PLANES} are possible")
+    for _ in range(thresholds):
+        if tail == 0:
+            raise damaged("has a threshold that nothing reaches")
         above.append(_read_plane(reader, tail))
         tail = above[-1].ones
     if tail == 0:

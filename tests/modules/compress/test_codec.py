@@ -250,6 +250,8 @@ LIES = {
     "a flipped raw plane": [16, 1, 5, 64, 1, 0, 0xF8, *[0] * 25],
     "quotients beyond the plane": [16, 1, 5, 2, 100, 1, 0],
     "a tail of 31 low bits": [16, 1, 200, 1, 0, 0, 31, 0],
+    "thresholds for nothing": [16, 1, 200, 1, 2, 0, 0, *[0] * 25],
+    "seventeen thresholds": [16, 1, 200, 1, 17, *[200, 1] * 16, 0, *[0] * 25],
     "a bomb of chunks": [16, 1],
 }
 
