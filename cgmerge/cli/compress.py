@@ -270,7 +270,14 @@ def _check_out(plan: "Plan", out: Path | None, *, overwrite: bool) -> None:
     target = fs.absolute(out)
     if plan.expert.folder.resolve() in target.resolve().parents:
         raise UsageError(f"--out {out} lies inside the expert", code="out_inside")
-    fs.check_target(target, overwrite=overwrite)
+    if out.is_dir():
+        raise UsageError(f"{out} is a folder", code="out_is_folder", hint="name a file")
+    if not out.exists():
+        fs.check_target(target, overwrite=overwrite)
+    elif not overwrite:
+        raise UsageError(
+            f"{out} exists already", code="out_exists", hint="choose another --out, or --overwrite"
+        )
 
 
 def _validation(plan: "Plan", calibrate: list[str] | None) -> "list[SkillSet]":
