@@ -109,7 +109,7 @@ def test_published_mode_takes_the_factors_without_their_scaling(expert, tmp_path
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("asked", [{"size": 4500}, {"ratio": 6.0}])
+@pytest.mark.parametrize("asked", [{"size": 4500}, {"ratio": 8.0}])
 def test_the_file_is_no_larger_than_asked(tmp_path, mode, asked):
     shapes = {f"model.layers.{i}.q_proj": (256, 192) for i in range(4)}
     folder = support.make_expert(tmp_path / "E", shapes, rank=8, alpha=8, seed=1)
