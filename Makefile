@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Waiting threads give their core to others: on a busy machine spinning ones are many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint types bench real methods base kills docs wheel clean setup
+.PHONY: demo test lint types bench real methods base kills fuzz bench-codec docs wheel clean setup
 
 setup: $(STAMP)
 
@@ -49,6 +49,12 @@ base: $(STAMP)  ## make the embedded base again
 
 kills: $(STAMP)  ## kill training at random moments, many times
 	$(BIN)/python benchmarks/kill_train.py 50
+
+fuzz: $(STAMP)  ## damaged compressed experts against their reader: make fuzz SECONDS=3600
+	$(BIN)/python scripts/fuzz_cge.py --seconds $(or $(SECONDS),60)
+
+bench-codec: $(STAMP)  ## sizes and speeds of the codec of compressed experts
+	$(BIN)/python benchmarks/codec_speed.py
 
 docs: $(STAMP)  ## the generated reference pages and the schema of manifests
 	$(BIN)/python scripts/make_reference.py

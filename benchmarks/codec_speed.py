@@ -65,7 +65,8 @@ def seconds(work: Callable[[], object], repeat: int) -> float:
 
 def measure(levels: Array, repeat: int) -> dict[str, float]:
     section, dtype = encode(levels), dtype_of(levels)
-    if not np.array_equal(decode(section, *levels.shape, dtype), levels):
+    rows, columns = levels.shape
+    if not np.array_equal(decode(section, rows, columns, dtype), levels):
         raise SystemExit("the codec lost something")
     million = levels.size / 1e6
     return {
@@ -73,7 +74,7 @@ def measure(levels: Array, repeat: int) -> dict[str, float]:
         "over_entropy": 8 * len(section) / entropy(levels),
         "encode": million / seconds(lambda: encode(levels), repeat),
         "size_only": million / seconds(lambda: coded_bits(levels), repeat),
-        "decode": million / seconds(lambda: decode(section, *levels.shape, dtype), repeat),
+        "decode": million / seconds(lambda: decode(section, rows, columns, dtype), repeat),
     }
 
 

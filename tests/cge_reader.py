@@ -156,7 +156,10 @@ def read_chunk_head(head, length):
         return found
     found["size"] += kept
     last = kept
-    for _ in range(head.byte()):
+    thresholds = head.byte()
+    need(thresholds <= 16, "too many thresholds")
+    for _ in range(thresholds):
+        need(last > 0, "a threshold that nothing reaches")
         above = head.number()
         need(above <= last, "more above a threshold than reached it")
         found["thresholds"].append((read_description(head, last, above), last, above))
@@ -198,7 +201,7 @@ def read_section(data, rows, columns):
     exponent = head.byte()
     need(16 <= exponent <= 20, "size of chunks")
     limit, groups = 1 << exponent, head.byte()
-    need(1 <= groups <= min(64, rows), "groups")
+    need(1 <= groups <= min(64, rows) and (groups == 1 or columns >= 64), "groups")
     members = np.zeros(rows, np.int64)
     if groups > 1:
         width = (groups - 1).bit_length()

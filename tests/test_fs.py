@@ -298,3 +298,37 @@ def test_chunks_failing_leave_nothing(tmp_path, monkeypatch, at):
     with pytest.raises(StorageError), fs.new_folder(tmp_path / "out") as stage:
         fs.write_chunks(stage / "x", [b"1"], 1)
     assert listing(tmp_path) == []
+
+
+def test_replacing_by_chunks_is_atomic_and_checked(tmp_path):
+    path = tmp_path / "f"
+    fs.replace_chunks(path, [b"ab", memoryview(b"cd")], 4)
+    assert path.read_bytes() == b"abcd"
+    with pytest.raises(UsageError, match="exists already"):
+        fs.replace_chunks(path, [b"x"], 1, overwrite=False)
+
+    def broken():
+        yield b"new"
+        raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        fs.replace_chunks(path, broken(), 6)
+    assert path.read_bytes() == b"abcd"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["f"]
+
+
+@pytest.mark.parametrize("at", ["write", "fsync", "rename"])
+def test_replacing_by_chunks_failing_keeps_the_old(tmp_path, monkeypatch, at):
+    path = tmp_path / "f"
+    fs.replace_file(path, b"old")
+
+    def fail(operation, target):
+        if operation == at:
+            raise OSError(errno.ENOSPC, "full", str(target))
+
+    monkeypatch.setattr(fs, "_step", fail)
+    with pytest.raises(StorageError, match="disk is full"):
+        fs.replace_chunks(path, [b"new"], 3)
+    monkeypatch.undo()
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["f"]

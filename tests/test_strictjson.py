@@ -69,3 +69,18 @@ def test_what_is_written_is_read(value):
 def test_only_our_errors_escape(data):
     with contextlib.suppress(CgmergeError):
         strictjson.loads(data, source="x")
+
+
+def test_canonical_form():
+    value = {"b": [1, 2.5, None], "a": {"é": True}}
+    assert strictjson.canonical(value) == '{"a":{"é":true},"b":[1,2.5,null]}'.encode()
+    with pytest.raises(ValueError):
+        strictjson.canonical({"a": float("nan")})
+
+
+@pytest.mark.parametrize(
+    ("value", "depth"),
+    [(1, 0), ("[[", 0), ([], 1), ({}, 1), ([[]], 2), ({"a": [{"b": 1}]}, 3), ([1, [2, [3]], 4], 3)],
+)
+def test_depth(value, depth):
+    assert strictjson.depth(value) == depth

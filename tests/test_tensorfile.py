@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from cgmerge.errors import CgmergeError, Damaged, Incompatible, LimitExceeded, NotFound, Unsafe
-from cgmerge.tensorfile import TensorFile, dtype_name, file_sha256, plan_file, read_small
+from cgmerge.tensorfile import (
+    TensorFile,
+    TensorInfo,
+    dtype_name,
+    file_sha256,
+    header_bytes,
+    plan_file,
+    read_small,
+)
 
 
 def write(path, header, body=b""):
@@ -190,3 +198,17 @@ def test_a_planned_file_is_read_by_the_library(tmp_path, seed):
                 part = file.read_entries(name, first, last)
                 assert part.dtype == tensor.dtype
                 assert torch.equal(part, flat[first:last])
+
+
+def test_a_header_is_written_as_the_library_writes_it(tmp_path):
+    tensors = {"b": torch.ones(3), "a": torch.ones(2, 2), "c": torch.ones(1, dtype=torch.bfloat16)}
+    save_file(tensors, tmp_path / "x", metadata={"k": 'q"\\\n\x01é'})
+    raw = (tmp_path / "x").read_bytes()
+    with TensorFile(tmp_path / "x") as file:
+        body = 8 + int.from_bytes(file.read_span(0, 8), "little")
+        infos = {
+            name: TensorInfo(info.dtype, info.shape, info.start - body, info.end - body)
+            for name, info in file.infos.items()
+        }
+        assert header_bytes(infos, file.metadata) == file.read_span(0, body) == raw[:body]
+        assert file.read_span(body, len(raw)) == raw[body:]

@@ -281,7 +281,7 @@ def _read_golomb(shape: Shape, bits: Array) -> Array:
         rest[more] += bits[place : place + shape.second]
         place += shape.second
     if shift:
-        rest = rest.astype(np.uint8 if parameter(step) <= 32 else np.int32)
+        rest = rest.astype(np.int32)
         for _ in range(shift):
             rest <<= 1
             rest |= bits[place : place + count]
@@ -289,30 +289,13 @@ def _read_golomb(shape: Shape, bits: Array) -> Array:
     # Gap i is M·q + rest, and Σq up to i is where the unary code of gap i ends, less i; the i-th
     # place is Σ(gap + 1) - 1 = M·(end - i) + Σrest + i.
     scale = parameter(step)
-    places = _prefix_sums(rest) if scale <= 32 else np.cumsum(rest, dtype=np.int64)
+    places = np.cumsum(rest, dtype=np.int64)
     ends *= scale
     places += ends
     places -= np.arange(0, count * (scale - 1), scale - 1)
     if places[-1] >= shape.length:
         raise damaged(f"has an entry at {int(places[-1]):,} of a plane of {shape.length:,}")
     return places
-
-
-def _prefix_sums(small: Array) -> Array:
-    """Add up uint8 [count] below 32: int64 [count], the sum up to and with each.
-
-    Eight neighbours are added within a 64-bit word by one product, which leaves numpy's slow
-    serial sum an eighth of the work.
-    """
-    words = -(-len(small) // 8)
-    padded = np.zeros(8 * words, np.uint8)
-    padded[: len(small)] = small
-    within = padded.view("<u8") * np.uint64(0x0101010101010101)
-    totals = np.cumsum((within >> np.uint64(56)).astype(np.int64))
-    totals[1:] = totals[:-1]
-    totals[:1] = 0
-    sums: Array = within.view(np.uint8).reshape(words, 8) + totals[:, None]
-    return sums.reshape(-1)[: len(small)]
 
 
 def _thirds(target: Array) -> tuple[Array, Array, Array]:

@@ -5,7 +5,7 @@ entry not 0; of those, is |value| above 1, above 2 …; the few largest magnitud
 signs are stored as they are. Rows of like density form a group with its own parameters, found by
 the coder, because components of a rotated expert differ by orders of magnitude.
 
-Work goes in chunks of a million entries, so that memory is the tensor plus a few tens of MB.
+Work goes in chunks of 2^16 to 2^20 entries, so that memory is the tensor plus a few tens of MB.
 A reader knows every length from the descriptions at the start of a section and checks their sum
 against the section before it allocates anything of the tensor's size.
 """
@@ -21,7 +21,10 @@ from cgmerge.modules.compress.bitplane import Array, Plane, Reader, Shape, damag
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 16, 20
 MAX_PLANES = 12
-"""Thresholds that the encoder tries; a reader accepts up to 255."""
+"""Thresholds that the encoder tries."""
+
+READ_PLANES = 16
+"""Thresholds that a reader accepts; more would only cost it time."""
 
 MAX_SHIFT = 30
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -223,7 +226,7 @@ def _read_plan(reader: Reader, rows: int, columns: int) -> _Plan:
     exponent = reader.byte()
     if not SMALLEST_CHUNK <= exponent <= LARGEST_CHUNK:
         raise damaged(f"has chunks of 2^{exponent} entries")
-    return _Plan(grouping.unpack(reader, rows), rows, columns, exponent)
+    return _Plan(grouping.unpack(reader, rows, columns), rows, columns, exponent)
 
 
 def _flat(levels: Array, rows: Rows, columns: slice) -> Array:
@@ -326,7 +329,12 @@ def _read_chunk(reader: Reader, length: int) -> _Chunk:
         return _Chunk(kept, (), 0, 0, 0)
     above: list[Shape] = []
     tail = kept.ones
-    for _ in range(reader.byte()):
+    thresholds = reader.byte()
+    if thresholds > READ_PLANES:
+        raise damaged(f"has {thresholds} thresholds; at most {READ_PLANES} are possible")
+    for _ in range(thresholds):
+        if tail == 0:
+            raise damaged("has a threshold that nothing reaches")
         above.append(_read_plane(reader, tail))
         tail = above[-1].ones
     if tail == 0:
@@ -351,18 +359,15 @@ def _decode_chunk(chunk: _Chunk, bits: Array, target: Array) -> int:
     if kept.kind >= 0:
         places = bitplane.read_places(kept, bits[: kept.bits])
     place = kept.bits + kept.ones
-    signs = bits[kept.bits : place]
+    signs = 1 - 2 * bits[kept.bits : place].view(np.int8)
     if len(chunk.above) == 1 and chunk.tail == 0:
-        signs = signs.view(np.int8)
-        target[places] = 1 - 2 * signs
+        target[places] = signs
         return 1
     magnitudes = _magnitudes(chunk, bits[place:])
     peak = int(magnitudes.max())
     if peak > np.iinfo(target.dtype).max:
         raise damaged(f"has a magnitude of {peak:,}, beyond the type of the tensor")
-    values = magnitudes.astype(target.dtype)
-    np.negative(values, out=values, where=signs.view(bool))
-    target[places] = values
+    target[places] = magnitudes.astype(target.dtype) * signs
     return peak
 
 

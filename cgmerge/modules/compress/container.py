@@ -167,7 +167,7 @@ class CgeFile:
         data = self._file.read_rows(DENSE + name, 0, info.end - info.start)
         if zlib.crc32(data) != self._index.dense[name]:
             raise self._damaged(name, "is not what was written (crc32)", "crc32")
-        check_values(info.dtype, data, name)
+        self._check_values(name, data)
         return Dense(info.dtype, info.shape, data)
 
     def damages(self) -> list[Damage]:
@@ -217,7 +217,7 @@ class CgeFile:
                 end = min(start + _PIECE, info.end - info.start)
                 piece = self._file.read_rows(DENSE + name, start, end)
                 crc = zlib.crc32(piece, crc)
-                check_values(info.dtype, piece, name)
+                self._check_values(name, piece)
                 yield piece
 
         digest = digests.of_dense(name, info.dtype, info.shape, pieces())
@@ -306,6 +306,14 @@ class CgeFile:
                 expected=limit,
                 found=decoded,
             )
+
+    def _check_values(self, name: str, data: bytes) -> None:
+        try:
+            check_values(self.dense[name].dtype, data, name)
+        except Damaged as error:
+            raise Damaged(
+                f"{self.path}: {error.message}", code="not_finite", path=self.path, **error.details
+            ) from error
 
     def _damaged(self, name: str, what: str, code: str) -> Damaged:
         return Damaged(

@@ -1,11 +1,13 @@
 """Which rows of a tensor share their codes: those of like density, as far as that pays."""
 
+import functools
+
 import numpy as np
 
 from cgmerge.modules.compress.bitplane import Array, Reader, damaged
 
 MAX_GROUPS = 64
-_MIN_COLUMNS = 64
+MIN_COLUMNS = 64
 _SYMBOLS = 8
 """Magnitudes told apart when rows are compared; the tail behaves like the last."""
 
@@ -30,7 +32,7 @@ def group_rows(counts: Array, columns: int) -> Array | None:
         where one group is best.
     """
     rows = len(counts)
-    if rows == 1 or columns < _MIN_COLUMNS:
+    if rows == 1 or columns < MIN_COLUMNS:
         return None
     keys = _keys(counts[:, 0], columns)
     kinds, kind_of_row = np.unique(keys, return_inverse=True)
@@ -59,7 +61,7 @@ def histograms(levels: Array) -> Array:
         apart (then int64).
     """
     rows, columns = levels.shape
-    if columns < _MIN_COLUMNS:
+    if columns < MIN_COLUMNS:
         zeros = levels.size - np.count_nonzero(levels)
         return np.array([[zeros, levels.size - zeros]], np.int64)
     counts = np.zeros((rows, _SYMBOLS), np.int32)
@@ -82,17 +84,20 @@ def pack(groups: Array | None) -> bytes:
     return bytes([count]) + np.packbits(fields.astype(np.uint8).reshape(-1)).tobytes()
 
 
-def unpack(reader: Reader, rows: int) -> Array | None:
-    """Read the groups of `rows` rows.
+def unpack(reader: Reader, rows: int, columns: int) -> Array | None:
+    """Read the groups of a tensor's rows.
 
     Raises:
-        Damaged: More groups than rows, groups without rows, or numbered out of order.
+        Damaged: More groups than rows, groups of short rows, groups without rows, or numbered
+            out of order.
     """
     count = reader.byte()
     if not 1 <= count <= min(rows, MAX_GROUPS):
         raise damaged(f"has {count} groups of {rows:,} rows")
     if count == 1:
         return None
+    if columns < MIN_COLUMNS:  # the list would take more memory than the tensor
+        raise damaged(f"has groups of rows of {columns} entries")
     width = (count - 1).bit_length()
     size = -(-rows * width // 8)
     if size > len(reader.data) - reader.place:
@@ -102,7 +107,7 @@ def unpack(reader: Reader, rows: int) -> Array | None:
     if bits[rows * width :].any():
         raise damaged("has padding that is not 0")
     fields = bits[: rows * width].reshape(rows, width)
-    groups = fields @ (1 << np.arange(width - 1, -1, -1))
+    groups: Array = fields @ (1 << np.arange(width - 1, -1, -1)).astype(np.uint8)
     found, firsts = np.unique(groups, return_index=True)
     if len(found) != count or int(found[-1]) != count - 1 or (np.diff(firsts) < 0).any():
         raise damaged("numbers its groups out of order")
@@ -125,13 +130,21 @@ def _histogram(block: Array) -> Array:
 
 def _keys(zeros: Array, columns: int) -> Array:
     """Give each row a number that grows with its density, two to a factor of two of the odds."""
-    zeros = zeros.astype(np.int64)
-    keys = np.zeros(len(zeros), np.int64)
+    return len(_edges(columns)) - np.searchsorted(_edges(columns), zeros, side="right")
+
+
+@functools.lru_cache(maxsize=256)
+def _edges(columns: int) -> Array:
+    """Find the numbers of zeros at which ones : zeros pass each power of the root of 2.
+
+    In whole numbers, 99 / 70 for the root, so that no logarithm decides.
+    """
+    edges = []
     for octave in range(-_OCTAVES, _OCTAVES + 1):
-        for over, under in ((1, 1), (99, 70)):  # 1 and about the root of 2: no logarithm decides
-            ones = (columns - zeros) * under << max(-octave, 0)
-            keys += ones > zeros * over << max(octave, 0)
-    return keys
+        for over, under in ((1, 1), (99, 70)):
+            ones, zeros = under << max(-octave, 0), over << max(octave, 0)
+            edges.append(-(-columns * ones // (ones + zeros)))
+    return np.sort(np.array(edges, np.int64))
 
 
 def _divide(sums: Array) -> tuple[list[int], float]:

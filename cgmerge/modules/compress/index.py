@@ -14,7 +14,7 @@ from typing import Any
 from cgmerge import strictjson
 from cgmerge.errors import Damaged, Unsafe
 from cgmerge.modules.compress.codec import DTYPES
-from cgmerge.modules.compress.manifest import MAX_DEPTH
+from cgmerge.modules.compress.manifest import MAX_DEPTH, MAX_PARTS, count_parts, read_json
 
 MAX_INDEX = 4 << 20
 """Bytes of the inflated index; as Python objects it may take twenty times as much."""
@@ -94,8 +94,10 @@ def pack(
     if details:
         value["details"] = dict(details)
     text = strictjson.canonical(value)
-    if len(text) > MAX_INDEX or strictjson.depth(value) > MAX_DEPTH:
+    if len(text) > MAX_INDEX:
         raise ValueError(f"the index has {len(text):,} bytes; at most {MAX_INDEX:,} are allowed")
+    if strictjson.depth(value) > MAX_DEPTH or count_parts(text) > MAX_PARTS:
+        raise ValueError(f"details nest more than {MAX_DEPTH} deep or have too many parts")
     return zlib.compress(text, 9)
 
 
@@ -106,10 +108,7 @@ def unpack(stored: bytes, source: str) -> Index:
         Damaged: Not an index, or columns that do not fit each other.
         Unsafe: Beyond a limit.
     """
-    text = _inflate(stored, source)
-    value = strictjson.loads_object(text, source=f"the index of {source}", max_bytes=MAX_INDEX)
-    if strictjson.depth(value) > MAX_DEPTH:
-        raise Unsafe(f"the index of {source} is nested more than {MAX_DEPTH} deep", code="depth")
+    value = read_json(_inflate(stored, source), f"the index of {source}")
     coded = _table(value.get("coded"), _COLUMNS, source)
     dense = _table(value.get("dense"), _DENSE, source)
     details = value.get("details", {})

@@ -12,13 +12,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cgmerge import strictjson
-from cgmerge.errors import Damaged, Incompatible, Unsafe, UsageError
+from cgmerge.errors import Damaged, Incompatible, LimitExceeded, Unsafe, UsageError
 
 MAJOR = 1
 SPEC = f"cgmerge/{MAJOR}"
 CODEC = "split-golomb"
 CODEC_VERSION = 1
 MAX_DEPTH = 16
+MAX_PARTS = 100_000
 LOSSLESS = "lossless"
 
 _ZEROS = "0" * 64
@@ -122,8 +123,10 @@ def build(fields: dict[str, Any], *, numel: int, content: str, index: str) -> st
         raise UsageError(f"the manifest cannot be written: {_first(error)}") from error
     except (ValueError, TypeError, RecursionError) as error:
         raise UsageError(f"the manifest cannot be written as JSON: {error}") from error
-    if strictjson.depth(whole) > MAX_DEPTH:
-        raise UsageError(f"the manifest is nested more than {MAX_DEPTH} deep")
+    if strictjson.depth(whole) > MAX_DEPTH or count_parts(text.encode()) > MAX_PARTS:
+        raise UsageError(
+            f"the manifest nests more than {MAX_DEPTH} deep or has over {MAX_PARTS:,} parts"
+        )
     place = f'"manifest":"{_ZEROS}"'
     if text.count(_ZEROS) != 1:
         raise UsageError("the manifest holds 64 zeros, the place of its own digest")
@@ -145,9 +148,7 @@ def parse(text: str, source: str) -> dict[str, Any]:
         Damaged: Not the schema, or altered.
         Unsafe: Nested beyond the limit.
     """
-    fields = strictjson.loads_object(text.encode(), source=f"the manifest of {source}")
-    if strictjson.depth(fields) > MAX_DEPTH:
-        raise Unsafe(f"the manifest of {source} is nested more than {MAX_DEPTH} deep", code="depth")
+    fields = read_json(text.encode(), f"the manifest of {source}")
     _check_spec(fields.get("spec"), source)
     try:
         manifest = Manifest.model_validate(fields)
@@ -165,6 +166,30 @@ def parse(text: str, source: str) -> dict[str, Any]:
         )
     _check_understood(manifest, source)
     return fields
+
+
+def read_json(data: bytes, source: str) -> dict[str, Any]:
+    """Parse an object from a file of this format, within its limits, which are the file's fault.
+
+    Raises:
+        Damaged: Not an object in strict JSON.
+        Unsafe: Nested beyond the limit.
+    """
+    parts = count_parts(data)
+    if parts > MAX_PARTS:  # as objects they would take a hundred times their bytes
+        raise Unsafe(f"{source} has {parts:,} parts; the limit is {MAX_PARTS:,}", code="parts")
+    try:
+        value = strictjson.loads_object(data, source=source)
+    except LimitExceeded as error:
+        raise Unsafe(error.message, code="depth") from error
+    if strictjson.depth(value) > MAX_DEPTH:
+        raise Unsafe(f"{source} is nested more than {MAX_DEPTH} deep", code="depth")
+    return value
+
+
+def count_parts(text: bytes) -> int:
+    """Return at least the number of lists and objects in a JSON document."""
+    return text.count(b"[") + text.count(b"{")
 
 
 def _check_spec(spec: object, source: str) -> None:

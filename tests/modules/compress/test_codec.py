@@ -239,19 +239,34 @@ LIES = {
     "groups out of order": [16, 2, 0x80, 0, 0],
     "padding of groups": [16, 2, 0x41, 0, 0],
     "more ones than entries": [16, 1, 201, 1],
+    "groups of short rows": [16, 2, 0x40, 0, 0],
+    "a list of groups that ends": [16, 2],
+    "a head that ends": [16, 1, 5],
     "a number too long": [16, 1, 0x80, 0x80, 0x80, 0x80, 0x80, 1],
     "a number not shortest": [16, 1, 0x80, 0],
     "an unknown kind": [16, 1, 5, 63],
-    "a flipped raw plane": [16, 1, 5, 64],
+    "a kind below all": [16, 1, 5, 255],
+    "a kind above all": [16, 1, 1, 42, 0, 1, 0, 128, 0, 0],
+    "a flipped raw plane": [16, 1, 5, 64, 1, 0, 0xF8, *[0] * 25],
     "quotients beyond the plane": [16, 1, 5, 2, 100, 1, 0],
     "a tail of 31 low bits": [16, 1, 200, 1, 0, 0, 31, 0],
+    "thresholds for nothing": [16, 1, 200, 1, 2, 0, 0, *[0] * 25],
+    "seventeen thresholds": [16, 1, 200, 1, 17, *[200, 1] * 16, 0, *[0] * 25],
     "a bomb of chunks": [16, 1],
 }
 
 
+def test_the_lies_are_lies_in_one_thing():
+    """Next to two of them stands the truth, which is read."""
+    assert decode(bytes([16, 1, 1, 40, 0, 1, 0, 128, 0, 0]), 2, 100, "I8")[0, 0] == 1
+    found = decode(bytes([16, 1, 5, 0, 1, 0, 0xF8, *[0] * 25]), 2, 100, "I8")
+    assert np.flatnonzero(found).tolist() == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("name", LIES)
 def test_lying_descriptions(name):
-    rows, columns = (2, 1 << 40) if name == "a bomb of chunks" else (2, 100)
+    shapes = {"a bomb of chunks": (2, 1 << 40), "groups of short rows": (2, 63)}
+    rows, columns = shapes.get(name, (2, 100))
     with pytest.raises(Damaged):
         decode(bytes(LIES[name]), rows, columns, "I8")
 

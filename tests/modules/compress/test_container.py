@@ -102,6 +102,22 @@ def test_the_content_has_one_digest_whatever_is_said_of_it(path, tmp_path):
     assert len(digests | {first.content}) == 3
 
 
+def test_the_whole_file_is_near_the_entropy(tmp_path):
+    """Manifest, index, scales and safetensors' header included, at a tenth of a usual expert."""
+    generator = np.random.default_rng(0)
+    tensors, bits = [], 0.0
+    for number in range(64):
+        density = 0.06 * np.exp(generator.normal(0, 0.3))
+        levels = generator.choice([-1, 1], (16, 4096)) * (generator.random((16, 4096)) < density)
+        _, counts = np.unique(levels, return_counts=True)
+        bits += float((counts * np.log2(levels.size / counts)).sum())
+        name = f"model.layers.{number}.self_attn.q_proj.lora_A"
+        tensors.append(Coded(name, levels.astype(np.int8), np.ones(1, np.float32)))
+    written = write_cge(tmp_path / "x.cge", tensors, {}, FIELDS)
+    assert 8 * written.size <= 1.03 * bits
+    assert written.size <= 1.012 * written.payload
+
+
 def test_lossless_files_hold_tensors_as_they_are(tmp_path):
     names = ["float64", "float32", "float16", "bfloat16", "int64", "int8", "uint8", "bool"]
     tensors = {name: torch.tensor([[0, 1], [1, 1]]).to(getattr(torch, name)) for name in names}
@@ -200,9 +216,13 @@ def test_arrays_of_a_type_that_the_format_lacks(tmp_path):
     assert Dense.of(np.ones((2, 3), ">f4")).array().tolist() == np.ones((2, 3)).tolist()
 
 
-def test_details_too_long(tmp_path):
-    with pytest.raises(UsageError, match="index cannot be written"):
-        write_cge(tmp_path / "x.cge", [], {}, FIELDS, details={"a": "x" * (5 << 20)})
+@pytest.mark.parametrize(
+    "value",
+    ["x" * (5 << 20), [[]] * 100_001, json.loads("[" * 20 + "]" * 20), float("nan"), {1, 2}],
+)
+def test_details_beyond_the_limits(tmp_path, value):
+    with pytest.raises(UsageError, match="the index cannot be written"):
+        write_cge(tmp_path / "x.cge", [], {}, FIELDS, details={"a": value})
 
 
 def test_a_file_that_exists(path):

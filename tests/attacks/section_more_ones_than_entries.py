@@ -1,0 +1,10 @@
+"""More entries kept than there are."""
+
+CODE = "damaged.codec"
+
+
+def build(sample):
+    # The tensor m.a.lora_A has 3 rows of 40 entries.
+    section = bytes([16, 1, 0xFF, 0x7F, 1, 0])
+    sample.set_sections({**sample.sections(), "m.a.lora_A": section})
+    return sample.build()

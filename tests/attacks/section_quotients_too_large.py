@@ -1,0 +1,10 @@
+"""Gaps that add up to more than the plane."""
+
+CODE = "damaged.codec"
+
+
+def build(sample):
+    # The tensor m.a.lora_A has 3 rows of 40 entries.
+    section = bytes([16, 1, 5, 2, 120, 1, 0, *[0] * 20])
+    sample.set_sections({**sample.sections(), "m.a.lora_A": section})
+    return sample.build()
