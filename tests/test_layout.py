@@ -95,6 +95,8 @@ def test_import_is_light():
         [],
         ["train"],
         ["compose"],
+        ["compress"],
+        ["decompress"],
         ["eval"],
         ["extract"],
         ["inspect"],
@@ -107,6 +109,16 @@ def test_help_is_light(command):
     words = [*command, "--help"]
     code = f"from cgmerge.cli.app import run\nassert run({words!r}) == 0"
     assert not loaded_after(code) & (HEAVY | {"numpy"})
+
+
+def test_compress_and_back_do_not_import_peft_or_transformers(experts):
+    small, back = str(experts / "e.cge"), str(experts / "back")
+    code = (
+        "from cgmerge.cli.app import run\n"
+        f"assert run({['compress', str(experts / 'E1'), '-o', small, '-q']!r}) == 0\n"
+        f"assert run({['decompress', small, '-o', back, '-q']!r}) == 0"
+    )
+    assert not loaded_after(code) & {"transformers", "peft", "trl", "datasets", "accelerate"}
 
 
 def test_compose_does_not_import_peft_or_transformers(experts):

@@ -17,7 +17,19 @@ from typer.exceptions import TyperException
 
 from cgmerge import fs
 from cgmerge._version import __version__
-from cgmerge.cli import compose, demo, doctor, evaluate, extract, inspect, methods, stats, train
+from cgmerge.cli import (
+    compose,
+    compress,
+    decompress,
+    demo,
+    doctor,
+    evaluate,
+    extract,
+    inspect,
+    methods,
+    stats,
+    train,
+)
 from cgmerge.cli.output import print_error
 from cgmerge.cli.spread import spread
 from cgmerge.cli.usage import as_usage_error
@@ -64,6 +76,8 @@ def _root(
 
 app.command("train", rich_help_panel="Experts")(train.train)
 app.command("inspect", rich_help_panel="Experts")(inspect.inspect)
+app.command("compress", rich_help_panel="Experts")(compress.compress)
+app.command("decompress", rich_help_panel="Experts")(decompress.decompress)
 app.command("stats", rich_help_panel="Experts")(stats.stats)
 app.command("compose", rich_help_panel="Compose")(compose.compose)
 app.command("extract", rich_help_panel="Compose")(extract.extract)
@@ -90,8 +104,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(words: list[str]) -> int:
     """Run one command line in this process and return its exit code; nothing is raised."""
-    if words[:1] in (["eval"], ["train"], ["compose"], ["stats"]):
-        words = spread(words, {"--data", "--eval-data", "--tune"})
+    if words[:1] in (["eval"], ["train"], ["compose"], ["compress"], ["stats"]):
+        words = spread(words, {"--data", "--eval-data", "--tune", "--calibrate"})
     try:
         code = app(args=words, prog_name="cgmerge", standalone_mode=False)
     except SystemExit as stop:

@@ -8,7 +8,7 @@ that an adapter that was edited or trained on is never taken for what it was.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -22,6 +22,7 @@ from cgmerge.tensorfile import read_small
 SIDECAR = "compressed.json"
 _LIMIT = 32 << 20
 _LARGEST = 1 << 22
+_WIDEST = 1e38
 
 
 class _Grid(BaseModel):
@@ -30,7 +31,7 @@ class _Grid(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     rows: int = Field(ge=0)
-    scales: list[float]
+    scales: list[Annotated[float, Field(gt=-_WIDEST, lt=_WIDEST)]]
 
 
 class _File(BaseModel):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cgmerge.merge.deltas import LowRank
-from cgmerge.modules.compress.modes import Encoded, Options, decode, encode
+from cgmerge.modules.compress.modes import Encoded, Mode, Options, decode, encode
 
 FACTORS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.45, 1.75, 2.2, 3.0)
 """Tried on top of the data-free multiplier."""
@@ -119,6 +119,74 @@ def with_alpha(unit: Encoded, alpha: float) -> Encoded:
         replace(part, scales=part.scales * part.scales.dtype.type(alpha)) for part in unit.coded
     ]
     return replace(unit, coded=coded, fidelity=unit.fidelity.scaled(alpha**2), alpha=alpha)
+
+
+class Search:
+    """The search for one expert: made once, applied to whatever size it is asked for later.
+
+    Args:
+        mode: Of the compression.
+        factors: As for `encode`.
+        alpha: Where the caller fixes it (mode compeft).
+        multiplier: Where the caller fixes it (the other modes).
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        factors: Mapping[str, LowRank],
+        alpha: float | None = None,
+        multiplier: float | None = None,
+    ) -> None:
+        self.mode = mode
+        self.factors = factors
+        self.alphas = ALPHAS if alpha is None else (alpha,)
+        self.multiplier = multiplier
+        self.found: Tuned | None = None
+        self._factor = 1.0
+
+    def count(self, options: Options) -> int:
+        """Return how many settings `tune` scores at most; 0 where nothing is left to choose."""
+        if self.mode == "compeft":
+            choices = len(self.alphas) * len(_densities(options))
+            return 0 if choices == 1 else choices
+        return len(FACTORS) + 2 * _REFINEMENTS if self.multiplier is None else 0
+
+    def tune(self, options: Options, score: Scorer) -> Tuned:
+        """Search, and remember what was found."""
+        if self.mode == "compeft":
+            found = tune_published(
+                self.factors, options, score, densities=_densities(options), alphas=self.alphas
+            )
+        else:
+            plain = encode(self.mode, self.factors, options)
+            found = tune_multiplier(plain, score)
+            self._factor = found.best.multiplier / plain.multiplier
+        self.found = found
+        return found
+
+    def make(self, options: Options) -> Encoded:
+        """Encode with what was found (or fixed), without scoring anything."""
+        if self.mode != "compeft":
+            return encode(self.mode, self.factors, options).times(self._factor)
+        alpha, density = self.alphas[0], options.density
+        if self.found is not None:
+            alpha = self.found.best.multiplier
+            density = None if options.target is not None else self._density
+        unit = encode("compeft", self.factors, replace(options, density=density, alpha=1.0))
+        return with_alpha(unit, alpha)
+
+    @property
+    def _density(self) -> float:
+        assert self.found is not None
+        return self.found.best.density
+
+
+def _densities(options: Options) -> Sequence[float]:
+    """Return what is tried: one density where the caller fixed it or a size."""
+    if options.target is not None or options.density is not None:
+        return (options.density or 1.0,)
+    return DENSITIES
 
 
 def _best(tried: Mapping[float, Trial]) -> float:

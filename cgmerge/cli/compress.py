@@ -1,0 +1,301 @@
+"""`cgmerge compress`: an expert as one small file."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cgmerge.cli import options
+from cgmerge.cli.output import Output
+from cgmerge.errors import UsageError
+
+if TYPE_CHECKING:
+    from cgmerge.evals.compression import Kept
+    from cgmerge.evals.suite import SkillSet
+    from cgmerge.merge.deltas import LowRank
+    from cgmerge.modules.compress.modes import Encoded, Options
+    from cgmerge.modules.compress.pack import Maker, Plan
+
+SCHEMA = "cgmerge.compress/1"
+_UNITS = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3,
+          "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}  # fmt: skip
+
+
+def compress(
+    expert: Annotated[str, typer.Argument(metavar="EXPERT", help="Adapter folder")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File to write, ending in .cge")
+    ] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option("--mode", "-m", help="ternary, svdq or compeft  [default: ternary]"),
+    ] = None,
+    density: Annotated[
+        float | None, typer.Option("--density", help="Share of entries kept  [default: 0.2]")
+    ] = None,
+    target_size: Annotated[
+        str | None, typer.Option("--target-size", help="Size of the file: 2MB, 300kB, 65536 …")
+    ] = None,
+    target_ratio: Annotated[
+        float | None,
+        typer.Option("--target-ratio", help="Times smaller than at 16 bits per parameter"),
+    ] = None,
+    calibrate: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--calibrate",
+            metavar="[NAME=]FILE...",
+            help="Validation data: tune the strength, report scores before and after",
+        ),
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", help="Base model; needed for --calibrate")
+    ] = None,
+    gauge: Annotated[
+        str | None,
+        typer.Option("--gauge", help="Mode ternary: svd, or raw to keep the factors' own basis"),
+    ] = None,
+    multiplier: Annotated[
+        float | None, typer.Option("--multiplier", help="Modes ternary, svdq: strength of ΔW")
+    ] = None,
+    alpha: Annotated[
+        float | None, typer.Option("--alpha", help="Mode compeft: factor on σ  [default: 1]")
+    ] = None,
+    overwrite: options.Overwrite = False,
+    dry_run: options.DryRun = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Write an expert as one small, verified file, and measure what was lost.
+
+    A folder that `cgmerge decompress` wrote becomes the very same file again.
+
+    Examples:
+
+      cgmerge compress experts/a -o a.cge
+
+      cgmerge compress experts/a --target-ratio 20 --base BASE --calibrate val.jsonl -o a.cge
+
+      cgmerge compress experts/a --mode svdq --target-size 2MB -o a.cge
+    """
+    from cgmerge.modules.base import open_base
+    from cgmerge.modules.compress.pack import Request, make_plan
+
+    output = Output(as_json=as_json, quiet=quiet, verbose=verbose)
+    if out is None and not dry_run:
+        raise UsageError("no output file", code="out", hint="add -o FILE.cge (or --dry-run)")
+    request = Request(
+        mode=mode,  # type: ignore[arg-type]  # checked by `make_plan`
+        density=density,
+        size=None if target_size is None else _parse_size(target_size),
+        ratio=target_ratio,
+        gauge=gauge,  # type: ignore[arg-type]
+        alpha=alpha,
+        multiplier=multiplier,
+    )
+    opened = None if base is None else open_base(base)
+    plan = make_plan(expert, request, opened)
+    skills = _validation(plan, calibrate)
+    _check_out(plan, out, overwrite=overwrite)
+    _show(plan, output)
+    if dry_run or out is None:
+        output.line("ok", "nothing written (dry run)")
+        facts = {"out": None, "mode": plan.mode, "parameters": plan.entries}
+        output.result(SCHEMA, {**facts, "warnings": list(plan.warnings)})
+    elif plan.restored is not None and not skills:
+        _write_again(plan, out, overwrite=overwrite, output=output)
+    else:
+        _run(replace(plan, restored=None), out, skills, overwrite=overwrite, output=output)
+
+
+def _run(
+    plan: "Plan", out: Path, skills: "list[SkillSet]", *, overwrite: bool, output: Output
+) -> None:
+    from cgmerge.evals.compression import longest_entries
+    from cgmerge.modules.compress import pack
+    from cgmerge.modules.compress.modes import decode, encode
+
+    factors = plan.raw_factors()
+    make: pack.Maker = lambda asked: encode(plan.mode, factors, asked)  # noqa: E731
+    measure = None
+    if skills:
+        make, measure = _calibrated(plan, skills, output)
+    longest = longest_entries(skills)
+    encoded = pack.compress(plan, make, lambda e: pack.manifest_fields(plan, e, longest))
+    kept = measure(decode(encoded.coded)) if measure else None
+    fields = pack.manifest_fields(plan, encoded, kept.entries if kept else [])
+    size = pack.write_packed(out, encoded, fields, overwrite=overwrite)
+    _report(plan, out, size, fields, output, kept)
+    emptied = encoded.fidelity.emptied
+    if emptied:
+        shown = ", ".join(emptied[:5]) + (" …" if len(emptied) > 5 else "")
+        output.warn(
+            f"{len(emptied)} of {len(plan.expert.pairs)} modules have no effect any more: {shown}"
+        )
+    for name, part in encoded.fidelity.modules.items():
+        output.detail("module", f"{name}: error {part.error:.2%}, cosine {part.cosine:.3f}")
+    output.result(SCHEMA, _facts(plan, out, size, fields, kept, emptied), short=str(out))
+
+
+def _calibrated(
+    plan: "Plan", skills: "list[SkillSet]", output: Output
+) -> "tuple[Maker, Callable[[Mapping[str, LowRank]], Kept]]":
+    """Return a maker that tunes once, and a function that scores before against after."""
+    from cgmerge.evals.compression import compare, make_scorer
+    from cgmerge.modules.compress.tuning import Search
+    from cgmerge.modules.loading import load_base
+
+    assert plan.base is not None
+    loaded = load_base(plan.base)
+    exact = dict(plan.expert.deltas())
+    search = Search(plan.mode, plan.raw_factors(), plan.request.alpha, plan.request.multiplier)
+
+    def make(asked: "Options") -> "Encoded":
+        if search.found is not None or not search.count(asked):
+            return search.make(asked)
+        with output.progress("tune", search.count(asked)) as advance:
+            tuned = search.tune(asked, make_scorer(loaded, skills, advance))
+        best = tuned.best
+        output.line(
+            "tuned",
+            f"{'α' if plan.mode == 'compeft' else 'strength'} {best.multiplier:.3g}, density"
+            f" {best.density:.3f}: {best.score[0]:.3f} ({len(tuned.trials)} tried)",
+        )
+        return tuned.encoded
+
+    return make, lambda found: compare(loaded, skills, exact, found)
+
+
+def _write_again(plan: "Plan", out: Path, *, overwrite: bool, output: Output) -> None:
+    """Write the file that the folder was decompressed from."""
+    from cgmerge.modules.compress import pack
+
+    assert plan.restored is not None
+    size = pack.write_restored(out, plan.restored, overwrite=overwrite)
+    fields = plan.restored.fields
+    output.line("same", "the folder was decompressed from a file; this is that file again")
+    _report(plan, out, size, fields, output, None)
+    output.result(SCHEMA, _facts(plan, out, size, fields, None, []), short=str(out))
+
+
+def _facts(
+    plan: "Plan",
+    out: Path,
+    size: int,
+    fields: dict[str, Any],
+    kept: "Kept | None",
+    emptied: list[str],
+) -> dict[str, Any]:
+    """Return the documented keys of `compress --json`."""
+    entries = int(fields["sizes"]["parameters"])
+    return {
+        "out": str(out),
+        "mode": fields["method"]["mode"],
+        "size_bytes": size,
+        "ratio_file": fields["sizes"]["bytes"] / size,
+        "ratio_16bit": 2 * entries / size,
+        "bits_per_param": 8 * size / entries,
+        "density": fields["method"]["density"],
+        "delta_error": fields["fidelity"]["error"],
+        "cosine_min": fields["fidelity"]["cosine_min"],
+        "cosine": fields["fidelity"]["cosine"],
+        "score_before": kept.before.score if kept else None,
+        "score_after": kept.after.score if kept else None,
+        "score_interval": [kept.after.low, kept.after.high] if kept else None,
+        "gain_kept": kept.share if kept else None,
+        "emptied": emptied,
+        "asked": plan.request.asked(),
+        "parameters": entries,
+    }
+
+
+def _report(
+    plan: "Plan",
+    out: Path,
+    size: int,
+    fields: dict[str, Any],
+    output: Output,
+    kept: "Kept | None",
+) -> None:
+    facts = _facts(plan, out, size, fields, kept, [])
+    fidelity, method = fields["fidelity"], fields["method"]
+    asked = plan.request.density
+    output.line(
+        "size",
+        f"{size:,} bytes: 1/{facts['ratio_file']:.1f} of the file, 1/{facts['ratio_16bit']:.1f} of"
+        f" 16 bits, {facts['bits_per_param']:.3f} bits per parameter",
+    )
+    output.line(
+        "density",
+        f"{method['density']:.4f}" + (f" (asked {asked:g})" if asked is not None else ""),
+    )
+    output.line(
+        "error",
+        f"{fidelity['error']:.2%} of ‖ΔW‖, cosine {fidelity['cosine']:.3f}"
+        f" (lowest module {fidelity['cosine_min']:.3f}, mean {fidelity['cosine_mean']:.3f})",
+    )
+    if kept:
+        share = "" if kept.share is None else f"; {kept.share:.1%} of the gain kept"
+        output.line(
+            "score",
+            f"{kept.before.score:.3f} before, {kept.after.score:.3f}"
+            f" [{kept.after.low:.3f}, {kept.after.high:.3f}] after, base {kept.base.score:.3f}"
+            f"{share}",
+        )
+    output.line("wrote", str(out))
+
+
+def _show(plan: "Plan", output: Output) -> None:
+    expert = plan.expert
+    ranks = "/".join(map(str, expert.ranks))
+    output.line("plan", f"{plan.mode}: {expert.name}, rank {ranks}, {len(expert.pairs)} modules,"
+                f" {plan.entries:,} parameters")  # fmt: skip
+    for warning in plan.warnings:
+        output.warn(warning)
+
+
+def _check_out(plan: "Plan", out: Path | None, *, overwrite: bool) -> None:
+    from cgmerge import fs
+
+    if out is None:
+        return
+    if out.suffix != ".cge":
+        raise UsageError(
+            f"--out {out} does not end in .cge", code="out", hint=f"-o {out.name or 'expert'}.cge"
+        )
+    target = fs.absolute(out)
+    if plan.expert.folder.resolve() in target.resolve().parents:
+        raise UsageError(f"--out {out} lies inside the expert", code="out_inside")
+    if out.is_dir():
+        raise UsageError(f"{out} is a folder", code="out_is_folder", hint="name a file")
+    if not out.exists():
+        fs.check_target(target, overwrite=overwrite)
+    elif not overwrite:
+        raise UsageError(
+            f"{out} exists already", code="out_exists", hint="choose another --out, or --overwrite"
+        )
+
+
+def _validation(plan: "Plan", calibrate: list[str] | None) -> "list[SkillSet]":
+    from cgmerge.evals.suite import read_skills
+
+    if not calibrate:
+        return []
+    if plan.base is None:
+        raise UsageError("--calibrate scores the expert on its base", code="base",
+                         hint="add --base BASE")  # fmt: skip
+    return read_skills(calibrate)
+
+
+def _parse_size(text: str) -> int:
+    """Read `2MB`, `300 kB`, `1.5MiB` or a number of bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS or len(text) > 40:
+        raise UsageError(
+            f"--target-size {text!r} is no size", code="size", hint="write 2MB, 300kB or 65536"
+        )
+    return int(float(match[1]) * _UNITS[match[2].lower()])

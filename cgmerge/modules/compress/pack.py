@@ -1,0 +1,335 @@
+"""An expert's folder as a `.cge` file: what is asked, what is written, what the file says of it."""
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from cgmerge._version import __version__
+from cgmerge.errors import UsageError
+from cgmerge.modules.adapter_out import AdapterForm, adapter_config
+from cgmerge.modules.base import Base
+from cgmerge.modules.compress.container import write_cge
+from cgmerge.modules.compress.modes import (
+    MODES,
+    Encoded,
+    Gauge,
+    Mode,
+    Options,
+    coded_bytes,
+    encode,
+)
+from cgmerge.modules.compress.sidecar import Restored, read_sidecar
+from cgmerge.modules.expert import Expert, ExpertDeltas, open_expert
+
+if TYPE_CHECKING:
+    from cgmerge.merge.deltas import LowRank
+
+DEFAULT_MODE: Mode = "ternary"
+_TRIES = 4
+_SPARE = 16
+_DIGITS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asked for; None is the mode's default.
+
+    Attributes:
+        mode: One of `MODES`.
+        density: Share of entries kept.
+        size: Bytes of the whole file.
+        ratio: Bytes at 16 bits per parameter, over those of the file.
+        gauge: `raw` keeps the basis of the factors (mode ternary).
+        alpha: Factor on σ (mode compeft).
+        multiplier: Factor on the delta (the other modes).
+    """
+
+    mode: Mode | None = None
+    density: float | None = None
+    size: int | None = None
+    ratio: float | None = None
+    gauge: Gauge | None = None
+    alpha: float | None = None
+    multiplier: float | None = None
+
+    def asked(self) -> dict[str, Any]:
+        """Return what was asked for, as it stands in the manifest."""
+        names = self.__dataclass_fields__
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def check(self) -> None:
+        """Refuse what does not go together.
+
+        Raises:
+            UsageError: Two sizes, or a setting that the mode does not have.
+        """
+        sizes = [name for name in ("density", "size", "ratio") if getattr(self, name) is not None]
+        if len(sizes) > 1:
+            raise UsageError(
+                f"{' and '.join(sizes)} are asked for at once; one of them decides", code="target"
+            )
+        mode = self.mode or DEFAULT_MODE
+        if mode not in MODES:
+            raise UsageError(f"unknown mode {mode!r}; one of {', '.join(MODES)}", code="mode")
+        if self.gauge is not None and self.gauge not in get_args(Gauge):
+            raise UsageError(f"unknown gauge {self.gauge!r}; svd or raw", code="gauge")
+        for name, value, modes in (
+            ("alpha", self.alpha, ("compeft",)),
+            ("multiplier", self.multiplier, ("ternary", "svdq")),
+            ("gauge", self.gauge, ("ternary",)),
+        ):
+            if value is not None and mode not in modes:
+                raise UsageError(
+                    f"--{name} belongs to mode {' and '.join(modes)}, not to {mode}", code=name
+                )
+        for name in ("size", "ratio"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise UsageError(f"the target {name} must be above 0, found {value:g}", code=name)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to compress: checked, nothing computed.
+
+    Attributes:
+        expert: The adapter.
+        base: The base it was checked against, where one was given.
+        request: What is asked for.
+        entries: Parameters of the adapter.
+        restored: The file that the folder was decompressed from, where the request is the same.
+        warnings: What the user should know.
+    """
+
+    expert: Expert
+    base: Base | None
+    request: Request
+    entries: int
+    restored: Restored | None = field(default=None, repr=False)
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def mode(self) -> Mode:
+        """Return the mode that is used."""
+        if self.restored is not None:
+            mode: Mode = self.restored.fields["method"]["mode"]
+            return mode
+        return self.request.mode or DEFAULT_MODE
+
+    @property
+    def target(self) -> float | None:
+        """Return the bytes that the file may have, or None where a density decides."""
+        if self.request.ratio is not None:
+            return 2.0 * self.entries / self.request.ratio
+        return None if self.request.size is None else float(self.request.size)
+
+    def raw_factors(self) -> "Mapping[str, LowRank]":
+        """Return the factors as trained, read lazily."""
+        return _Raw(self.expert)
+
+    def options(self, target: float | None) -> Options:
+        """Return what the mode is asked for."""
+        request = self.request
+        return Options(
+            density=request.density,
+            target=target,
+            multiplier=request.multiplier,
+            alpha=1.0 if request.alpha is None else request.alpha,
+            gauge=request.gauge or "svd",
+            scaling={path: pair.scaling for path, pair in self.expert.pairs.items()},
+        )
+
+
+Maker = Callable[[Options], Encoded]
+"""Encodes for options; the place where a search on validation data comes in."""
+
+Fields = Callable[[Encoded], dict[str, Any]]
+"""The manifest's fields for a result."""
+
+
+def make_plan(ref: str, request: Request, base: Base | None = None) -> Plan:
+    """Open an expert and check everything that can be checked without computing.
+
+    Args:
+        ref: The adapter's folder.
+        request: What is asked for.
+        base: To check names, shapes and fingerprint against.
+
+    Raises:
+        UsageError: A request that makes no sense.
+        InputError: An expert that cannot be used.
+    """
+    request.check()
+    expert = open_expert(ref, base=base)
+    if base is not None:
+        expert.deltas(base)
+    pairs = expert.pairs.values()
+    entries = sum(pair.rank * (pair.out_features + pair.in_features) for pair in pairs)
+    warnings = list(expert.warnings)
+    restored = read_sidecar(expert)
+    if restored is not None:
+        before = restored.fields.get("method", {}).get("asked", {})
+        if request.asked() not in ({}, before):
+            restored = None
+            warnings.append(
+                f"{expert.folder} was compressed before; it is compressed once more, from what"
+                " was left of it"
+            )
+    return Plan(expert, base, request, entries, restored, tuple(warnings))
+
+
+def compress(plan: Plan, make: Maker, fields_of: Fields) -> Encoded:
+    """Encode, for a size that counts the whole file.
+
+    Args:
+        plan: Without `restored`.
+        make: Encodes for options; called again where the first file is a little too large.
+        fields_of: A manifest that is at least as long as the one that will be written: what it
+            says takes bytes, too.
+
+    Returns:
+        The result; its file is no larger than asked for.
+
+    Raises:
+        UsageError: A size that cannot be reached.
+        Incompatible: Nothing is left of the expert.
+        Damaged: Values that are no numbers.
+    """
+    target = plan.target
+    if target is None:
+        return make(plan.options(None))
+    # What a file holds besides levels and scales hardly depends on the mode: a quick one tells.
+    sample = encode(
+        "ternary",
+        plan.raw_factors(),
+        Options(density=0.1, gauge="raw", scaling=plan.options(None).scaling),
+    )
+    spare = _file_bytes(sample, fields_of(sample)) - coded_bytes(sample.coded) + _SPARE
+    for _ in range(_TRIES):
+        if spare >= target:
+            break
+        encoded = make(plan.options(target - spare))
+        size = _file_bytes(encoded, fields_of(encoded))
+        if size <= target:
+            return encoded
+        spare += size - target + _SPARE
+    raise UsageError(
+        f"a file of {target:,.0f} bytes cannot be made: {spare:,.0f} go to names, shapes and the"
+        " manifest alone",
+        code="target",
+        hint="ask for more bytes",
+        expected=target,
+    )
+
+
+def manifest_fields(plan: Plan, encoded: Encoded, scores: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the manifest of a result.
+
+    Args:
+        plan: What was compressed.
+        encoded: The result.
+        scores: Entries of `eval`.
+    """
+    expert, found = plan.expert, encoded.fidelity
+    name = expert.card.base.name if expert.card else expert.config.base_name
+    fingerprint = plan.base.fingerprint if plan.base else expert.base_fingerprint
+    method: dict[str, Any] = {
+        "mode": encoded.mode,
+        "gauge": encoded.gauge,
+        "density": _short(encoded.density),
+        "asked": plan.request.asked(),
+    }
+    if encoded.mode == "compeft":
+        method["alpha"] = encoded.alpha
+    else:
+        method["multiplier"] = _short(encoded.multiplier)
+    fields: dict[str, Any] = {
+        "base": {"id": name or "unknown"} | ({"fingerprint": fingerprint} if fingerprint else {}),
+        "peft": peft_config(expert, encoded),
+        "method": method,
+        "producer": f"cgmerge {__version__}",
+        "sizes": {"bytes": expert.file.size, "parameters": plan.entries},
+        "fidelity": {
+            "error": _short(found.error),
+            "cosine": _short(found.cosine),
+            "cosine_min": _short(found.cosine_min),
+            "cosine_mean": _short(found.cosine_mean),
+            "emptied": len(found.emptied),
+        },
+        "parents": [{"name": expert.name, "sha256": expert.digest}],
+    }
+    return fields | ({"eval": scores} if scores else {})
+
+
+def manifest_details(encoded: Encoded) -> dict[str, Any]:
+    """Return error and cosine of every module, for the index."""
+    modules = encoded.fidelity.modules
+    return {
+        "modules": {
+            name: [_short(part.error) if math.isfinite(part.error) else None, _short(part.cosine)]
+            for name, part in sorted(modules.items())
+        }
+    }
+
+
+def peft_config(expert: Expert, encoded: Encoded) -> dict[str, Any]:
+    """Return the config of the decompressed expert: one rank for all, scaling folded into B."""
+    rank = max(part.levels.shape[0] for part in encoded.coded)
+    form = AdapterForm(
+        rank=rank,
+        alpha=rank,
+        base_name=expert.config.base_name,
+        fan_in_fan_out=expert.config.fan_in_fan_out,
+        task_type=expert.config.task_type,
+    )
+    return adapter_config(expert.pairs, form)
+
+
+def write_packed(
+    out: Path, encoded: Encoded, fields: dict[str, Any], *, overwrite: bool = False
+) -> int:
+    """Write the file, atomically; return its bytes."""
+    details = manifest_details(encoded)
+    return write_cge(out, encoded.coded, {}, fields, details=details, overwrite=overwrite).size
+
+
+def write_restored(out: Path, restored: Restored, *, overwrite: bool = False) -> int:
+    """Write the file that a folder was decompressed from, byte for byte; return its bytes."""
+    return write_cge(
+        out,
+        restored.coded,
+        {},
+        restored.fields,
+        details=restored.details or None,
+        overwrite=overwrite,
+    ).size
+
+
+def _file_bytes(encoded: Encoded, fields: dict[str, Any]) -> int:
+    """Return the bytes that a file would have, by writing it where nobody looks."""
+    with tempfile.TemporaryDirectory(prefix="cgmerge-") as folder:
+        return write_packed(Path(folder) / "size.cge", encoded, fields)
+
+
+def _short(value: float) -> float:
+    """Round what people read, so that the manifest's length hardly depends on it."""
+    return float(f"{value:.{_DIGITS}g}")
+
+
+class _Raw(Mapping[str, "LowRank"]):
+    """An adapter's factors without the scaling, read when asked for."""
+
+    def __init__(self, expert: Expert) -> None:
+        self.deltas = ExpertDeltas(expert)
+
+    def __getitem__(self, path: str) -> "LowRank":
+        return self.deltas.raw(path)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.deltas)
+
+    def __len__(self) -> int:
+        return len(self.deltas)

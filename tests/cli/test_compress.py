@@ -1,0 +1,178 @@
+"""The commands: documented keys, real sizes, tuning, dry runs, refusals with their exit codes."""
+
+import json
+import random
+
+import pytest
+import support
+import torch
+
+from cgmerge.evals.tasks import chains
+
+KEYS = {
+    "out", "mode", "size_bytes", "ratio_file", "ratio_16bit", "bits_per_param", "density",
+    "delta_error", "cosine_min", "score_before", "score_after",
+}  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A random expert of `tiny` and validation rows of base skills."""
+    from cgmerge.modules.base import open_base
+
+    shapes = {
+        path: (shape.out_features, shape.in_features)
+        for path, shape in open_base("tiny").modules.items()
+        if path.endswith(("q_proj", "down_proj"))
+    }
+    support.make_expert(tmp_path / "e", shapes, rank=8, alpha=16, std=0.06)
+    rows = chains.group_rows("base1", random.Random(1), 12)
+    kept = [{key: row[key] for key in ("prompt", "completion")} for row in rows]
+    (tmp_path / "val.jsonl").write_text("\n".join(map(json.dumps, kept)) + "\n")
+    return tmp_path
+
+
+def test_json_and_the_file_agree(run, place):
+    out = place / "e.cge"
+    code, text, err = run("compress", place / "e", "-o", out, "--density", 0.3, "--json")
+    assert code == 0, err
+    result = json.loads(text)
+    assert set(result) >= KEYS
+    size = out.stat().st_size
+    weights = place / "e" / "adapter_model.safetensors"
+    assert result["size_bytes"] == size
+    assert result["ratio_file"] == pytest.approx(weights.stat().st_size / size)
+    assert result["ratio_16bit"] == pytest.approx(2 * result["parameters"] / size)
+    assert result["bits_per_param"] == pytest.approx(8 * size / result["parameters"])
+    assert result["density"] == pytest.approx(0.3, abs=0.02)
+    assert result["score_before"] is None
+    assert result["mode"] == "ternary"
+    assert "error    " in err
+
+
+@pytest.mark.parametrize("mode", ["ternary", "svdq", "compeft"])
+def test_calibration_tunes_and_scores(run, place, mode):
+    out = place / "e.cge"
+    words = ["--base", "tiny", "--target-ratio", 8, "--mode", mode, "-o", out, "--json"]
+    code, text, err = run("compress", place / "e", *words, "--calibrate", place / "val.jsonl")
+    assert code == 0, err
+    result = json.loads(text)
+    assert out.stat().st_size <= 2 * result["parameters"] / 8
+    assert 0 <= result["score_before"] <= 1
+    low, high = result["score_interval"]
+    assert low <= result["score_after"] <= high
+    assert "tuned" in err
+    from cgmerge.modules.compress.container import CgeFile
+
+    with CgeFile.open(out) as file:
+        (entry,) = file.manifest["eval"]
+    assert entry["n"] == 12
+    assert entry["compressed"] == pytest.approx(result["score_after"])
+    assert entry["original"] == pytest.approx(result["score_before"])
+
+
+def test_a_fixed_multiplier_is_only_scored(run, place):
+    words = ["--base", "tiny", "--multiplier", 1.5, "-o", place / "e.cge"]
+    code, _, err = run("compress", place / "e", *words, "--calibrate", place / "val.jsonl")
+    assert code == 0, err
+    assert "tuned" not in err
+    assert "score    " in err
+
+
+def test_there_and_back(run, place):
+    a, b = place / "a.cge", place / "b.cge"
+    assert run("compress", place / "e", "-o", a, "-q")[:2] == (0, f"{a}\n")
+    code, text, err = run("decompress", a, "-o", place / "back", "--json")
+    assert code == 0, err
+    assert json.loads(text)["modules"] == 6
+    code, _, err = run("compress", place / "back", "-o", b)
+    assert code == 0, err
+    assert "that file again" in err
+    assert a.read_bytes() == b.read_bytes()
+    assert run("eval", place / "back", "--base", "tiny", "--data", place / "val.jsonl")[0] == 0
+
+
+def test_a_dry_run_writes_nothing(run, place):
+    code, text, err = run("compress", place / "e", "--dry-run", "--json")
+    assert code == 0, err
+    assert json.loads(text)["out"] is None
+    assert "nothing written" in err
+    assert not list(place.glob("*.cge"))
+
+
+def test_emptied_modules_are_warned_of(run, place):
+    def faint(tensors):
+        return {n: t * (1e-4 if "layers.1" in n else 1.0) for n, t in tensors.items()}
+
+    support.edit_tensors(place / "e", faint)
+    code, text, err = run("compress", place / "e", "-o", place / "e.cge", "--json")
+    assert code == 0
+    result = json.loads(text)
+    assert {name for name in result["emptied"] if "layers.1" in name} == set(result["emptied"])
+    assert len(result["emptied"]) == 2
+    assert "no effect any more" in err
+    assert "no effect any more" in result["warnings"][0]
+
+
+def test_values_that_are_no_numbers_are_refused(run, place):
+    def spoil(tensors):
+        tensors[sorted(tensors)[0]][1, 1] = torch.nan
+        return tensors
+
+    support.edit_tensors(place / "e", spoil)
+    code, _, err = run("compress", place / "e", "-o", place / "e.cge")
+    assert code == 3
+    assert "lora_A" in err
+    assert not (place / "e.cge").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["-o", "x.safetensors"], 2, "end in .cge"),
+        ([], 2, "no output file"),
+        (["-o", "x.cge", "--density", "2"], 2, "density"),
+        (["-o", "x.cge", "--target-size", "2 parsecs"], 2, "no size"),
+        (["-o", "x.cge", "--target-size", "1MB", "--density", "0.1"], 2, "at once"),
+        (["-o", "x.cge", "--calibrate", "val.jsonl"], 2, "--base"),
+        (["-o", "x.cge", "--mode", "gzip"], 2, "unknown mode"),
+        (["-o", "x.cge", "--target-size", "300"], 2, "manifest alone"),
+    ],
+)
+def test_refusals(run, place, monkeypatch, words, code, says):
+    monkeypatch.chdir(place)
+    found, _, err = run("compress", "e", *words)
+    assert found == code
+    assert says in err
+    assert not list(place.glob("*.cge"))
+
+
+def test_sizes_are_read_with_units():
+    from cgmerge.cli.compress import _parse_size
+
+    sizes = ("2MB", "300 kB", "1.5MiB", "65536", "7b")
+    assert [_parse_size(text) for text in sizes] == [2_000_000, 300_000, 1_572_864, 65_536, 7]
+
+
+def test_what_is_there_is_kept(run, place):
+    out = place / "e.cge"
+    out.write_bytes(b"mine")
+    assert run("compress", place / "e", "-o", out)[0] == 2
+    assert out.read_bytes() == b"mine"
+    assert run("compress", place / "e", "-o", out, "--overwrite")[0] == 0
+    assert run("compress", place / "e", "-o", place / "e" / "x.cge")[0] == 2
+    (place / "folder.cge").mkdir()
+    assert run("compress", place / "e", "-o", place / "folder.cge", "--overwrite")[0] == 2
+
+
+def test_damaged_files_are_not_decompressed(run, place):
+    out = place / "e.cge"
+    run("compress", place / "e", "-o", out)
+    data = bytearray(out.read_bytes())
+    data[len(data) // 2] ^= 4
+    out.write_bytes(data)
+    code, _, err = run("decompress", out, "-o", place / "back")
+    assert code == 3
+    assert "damaged" in err
+    assert not (place / "back").exists()
+    assert run("decompress", place / "none.cge", "-o", place / "back")[0] == 2
