@@ -104,7 +104,7 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 def _facts(expert: "Expert") -> dict[str, Any]:
-    from cgmerge.modules.stats import FILE
+    from cgmerge.modules.stats import FILES
 
     deltas = expert.deltas()
     modules = {
@@ -119,7 +119,7 @@ def _facts(expert: "Expert") -> dict[str, Any]:
         "size_bytes": sum(
             path.stat().st_size
             for path in Path(expert.folder).iterdir()
-            if path.is_file() and path.name != FILE
+            if path.is_file() and path.name not in FILES.values()
         ),
         "ranks": expert.ranks,
         "alpha": expert.config.alpha,
