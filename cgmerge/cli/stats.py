@@ -196,9 +196,9 @@ def _open(
 
 
 def _target(expert: "Expert", kind: str, out: Path | None, *, overwrite: bool) -> Path:
-    from cgmerge.modules.stats import FILE, FILES
+    from cgmerge.modules.stats import path_of
 
-    target = out or expert.folder / FILES.get(kind, FILE)
+    target = out or path_of(expert, kind)
     if target.exists() and not overwrite:
         raise UsageError(
             f"{_shown(target, expert)} exists already",
@@ -250,8 +250,7 @@ def _shown(target: Path, expert: "Expert") -> str:
     """Say a path in an expert's folder as the expert was given."""
     from cgmerge.refs import expanded
 
-    given = expanded(expert.ref)
-    inside = target.parent == expert.folder and given.is_dir()
+    inside = target.parent == expert.folder and expanded(expert.ref).is_dir()
     return str(Path(expert.ref) / target.name) if inside else str(target)
 
 

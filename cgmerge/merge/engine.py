@@ -17,9 +17,10 @@ from torch import Tensor
 
 from cgmerge.errors import UsageError
 from cgmerge.merge.deltas import Block, Blocks, Delta, LowRank, Rows, sizes_of, stack
-from cgmerge.merge.lowrank import OVERSAMPLE, Truncated, truncate, truncate_dense
+from cgmerge.merge.lowrank import Truncated, truncate, truncate_dense
 from cgmerge.merge.registry import MethodSpec, Params, get_method, is_method
 from cgmerge.merge.spaces import SPACES, Projected, Space, SpaceExperts, project
+from cgmerge.merge.ternary import all_ternary, merge_patterns
 
 AUTO_RANK_LIMIT = 64
 """`auto` never goes beyond this rank unless an expert does: servers load 64 without options."""
@@ -215,14 +216,26 @@ class Merger:
         if kernel is None:
             yield self.dense(name)
             return
-        blocks = iter(self.blocks.only(name))
+        pieces = self._pieces(name, kernel)
         while True:
             with one_thread():  # not around the yield: the caller's own settings hold there
-                block = next(blocks, None)
-                if block is None:
+                piece = next(pieces, None)
+                if piece is None:
                     return
-                merged = kernel(block)
-            yield merged
+            yield piece
+
+    def _pieces(self, name: str, kernel: Callable[[Block], Tensor]) -> Iterator[Tensor]:
+        """Merge block by block; entries that can take few values are looked up in a table."""
+        deltas = self.blocks.fetch(name)
+        spec = self.rule.spec
+        alike = spec.kind in ("linear", "gram") or (
+            spec.traits.pointwise is not None and spec.traits.pointwise(self.state.get(name))
+        )
+        if alike and self.space is None and all_ternary(deltas):
+            yield from merge_patterns(name, deltas, kernel, dtype=self.dtype, ids=self.blocks.ids)
+            return
+        for block in self.blocks.only(name):
+            yield kernel(block)
 
     def factors(self, name: str, rank: int) -> Truncated:
         """Return one module's merged delta at rank at most `rank`, and the error of that.
@@ -252,7 +265,7 @@ class Merger:
         with one_thread():
             # The sum of the experts spans nearly the same directions and is cheap to decompose.
             total = stack(present, [self.rule.weights[i] for _, i in kept])
-            return truncate_dense(matrix, rank, truncate(total, rank + OVERSAMPLE).delta.a)
+            return truncate_dense(matrix, rank, truncate(total, rank).delta.a)
 
     def _merged(self, name: str) -> Tensor:
         """Apply the rule to one module as the blocks show it."""
@@ -315,10 +328,9 @@ class Merger:
         with one_thread():
             merged = torch.empty(self.blocks.shapes[name], dtype=self.dtype)
             row = 0
-            for block in self.blocks.only(name):
-                count = block.values.shape[1]
-                merged[row : row + count] = merge(block)
-                row += count
+            for piece in self._pieces(name, merge):
+                merged[row : row + len(piece)] = piece
+                row += len(piece)
             return merged
 
 

@@ -75,6 +75,8 @@ class Traits:
         ordered: The order of the experts matters.
         stats: Statistics that are needed for every expert, one tensor per module.
         relative_weights: A common factor on all weights changes nothing.
+        pointwise: For `entry`: whether, with the state that `prepare` found for a tensor, an
+            entry's result depends on nothing but that entry's values.
         even: Parameters under which all directions of a merged matrix weigh the same, so that
             no lower rank is better than another; None when there are none.
     """
@@ -88,6 +90,7 @@ class Traits:
     ordered: bool = False
     stats: Literal["gram", "fisher", "layerwise"] | None = None
     relative_weights: bool = False
+    pointwise: Callable[[Any], bool] | None = None
     even: Mapping[str, Any] | None = None
 
 

@@ -21,9 +21,9 @@ from cgmerge.modules.base import Base, open_base
 from cgmerge.modules.compose_out import check_out
 from cgmerge.modules.compose_record import base_record, experts_record, write_records
 from cgmerge.modules.compose_stats import open_stats
-from cgmerge.modules.expert import CONFIG, Expert, open_expert
+from cgmerge.modules.expert import COMPRESSED, Expert, is_adapter, open_expert
 from cgmerge.modules.recipe import ExpertRef, Recipe
-from cgmerge.refs import local_folder
+from cgmerge.refs import local_place
 
 if TYPE_CHECKING:
     from cgmerge.merge import AnyMerger, Rule
@@ -304,8 +304,8 @@ def _open_checked(item: ExpertRef, recipe: Recipe, base: Base | None) -> "Expert
 
 def _open(ref: str, recipe: Recipe, base: Base | None) -> "Expert | FullExpert":
     """Open an adapter or, where there is a config.json instead, a full model."""
-    folder = local_folder(ref, what="expert")
-    if (folder / CONFIG).exists() or not (folder / "config.json").exists():
+    folder = local_place(ref, what="expert", suffix=COMPRESSED)
+    if is_adapter(folder) or not (folder / "config.json").exists():
         return open_expert(ref, base=base)
     if base is None or recipe.form != "model":
         shown = recipe.base or "BASE"

@@ -43,12 +43,12 @@ def open_stats(
             hint="use another method, or make adapters of them with `cgmerge extract`",
             found=full,
         )
-    from cgmerge.modules.stats import FILES, StatsFile
+    from cgmerge.modules.stats import StatsFile, path_of
 
     found, missing = [], []
     for expert in adapters:
         try:
-            found.append(StatsFile(expert.folder / FILES[kind], expert, kind))
+            found.append(StatsFile(path_of(expert, kind), expert, kind))
         except NotFound:
             missing.append(expert)
     if missing:
@@ -65,12 +65,12 @@ def open_stats(
 def _ask_for(
     missing: Sequence[Expert], experts: Sequence[Expert], rule: "Rule", base: str
 ) -> NoReturn:
-    from cgmerge.modules.stats import FILES
+    from cgmerge.modules.stats import path_of
 
     kind = rule.spec.traits.stats or ""
     lines = [
         f"cgmerge stats {expert.ref} --base {base} --data FILE"
-        + (" --overwrite" if (expert.folder / FILES[kind]).exists() else "")
+        + (" --overwrite" if path_of(expert, kind).exists() else "")
         for expert in missing
     ]
     if kind == "layerwise":  # one command for all of them

@@ -31,9 +31,6 @@ Kind = Literal["gram", "fisher", "layerwise"]
 KINDS: tuple[Kind, ...] = ("gram", "fisher")
 """What one expert alone has; `layerwise` belongs to several, see `layerstats`."""
 
-FILE = "cgmerge-stats.safetensors"
-LAYERWISE_FILE = "cgmerge-stats-layerwise.safetensors"
-FILES: Mapping[str, str] = {"gram": FILE, "fisher": FILE, "layerwise": LAYERWISE_FILE}
 SCHEMA = "cgmerge.stats/1"
 BATCH = 8
 
@@ -122,7 +119,7 @@ def write_stats(
     """Write statistics with the digests of everything they depend on.
 
     Args:
-        path: Usually `FILE` in the expert's folder; replaced atomically.
+        path: Usually the expert's `stats_path`; replaced atomically.
         found: From `collect`.
         expert: What was attached.
         loaded: The base.
@@ -153,6 +150,12 @@ def write_stats(
         content["along"] = dict(along)
     text = json.dumps(content, sort_keys=True)
     fs.replace_tensors(path, tensors, {"cgmerge": text})
+
+
+def path_of(expert: Expert, kind: str) -> Path:
+    """Return where a kind of statistics of an expert is kept."""
+    path = expert.stats_path
+    return path.with_stem(f"{path.stem}-layerwise") if kind == "layerwise" else path
 
 
 class StatsFile(Mapping[str, Tensor]):

@@ -17,7 +17,7 @@ from cgmerge.modules.expert import open_expert
 from cgmerge.modules.layerstats import Along, collect_layerwise, count_layers, layers_of
 from cgmerge.modules.loading import load_base
 from cgmerge.modules.recipe import ExpertRef, Recipe
-from cgmerge.modules.stats import FILE, LAYERWISE_FILE, collect, write_stats
+from cgmerge.modules.stats import collect, path_of, write_stats
 
 LEAVES = ("q_proj", "o_proj", "down_proj")
 ALPHA = 0.8
@@ -112,7 +112,7 @@ def reference(tiny, experts):
 def write(tiny, experts, found, made):
     along = Along.of(made, [expert.digest for expert in experts]).plain()
     for expert, result in zip(experts, found, strict=True):
-        write_stats(expert.folder / LAYERWISE_FILE, result, expert, tiny, ["d"], along=along)
+        write_stats(path_of(expert, "layerwise"), result, expert, tiny, ["d"], along=along)
 
 
 def compose(experts, out, weights=WEIGHTS, **params):
@@ -244,7 +244,9 @@ def test_the_command_collects_and_compose_uses(run, tiny, pair, tmp_path):
     result = json.loads(text)
     assert result["kinds"] == ["layerwise"]
     assert result["rows"] == 5
-    assert result["out"] == [str(folder / LAYERWISE_FILE) for folder in experts]
+    assert result["out"] == [
+        str(folder / "cgmerge-stats-layerwise.safetensors") for folder in experts
+    ]
     code, _, err = run(*words, *data)
     assert code == 2
     assert "exists already" in err
@@ -255,10 +257,16 @@ def test_the_command_collects_and_compose_uses(run, tiny, pair, tmp_path):
     code, _, err = run("compose", tmp_path / "m" / "cgmerge.json", "-o", tmp_path / "again")
     assert code == 0, err
     assert support.folder_bytes(tmp_path / "m") == support.folder_bytes(tmp_path / "again")
-    assert not (experts[0] / FILE).exists()
+    assert not (experts[0] / "cgmerge-stats.safetensors").exists()
 
 
 def test_a_plus_in_a_name_is_not_always_a_space():
     assert rule().name == "regmean++"
     with pytest.raises(UsageError, match="unknown space `regmean`"):
         make_rule("regmean+ties", 2)
+
+
+def test_only_the_scale_is_tuned():
+    from cgmerge.evals.tune import grids_of
+
+    assert list(grids_of(rule(), {})) == ["scale"]

@@ -5,18 +5,31 @@ sees what the merged layers below make of them: here every layer is solved for t
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from jaxtyping import Float
 from torch import Tensor
 
 from cgmerge.merge.methods.regmean import RegmeanParams, regmean
-from cgmerge.merge.registry import About, Traits, Weights, method
+from cgmerge.merge.registry import About, Traits, Weights, method, param
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegmeanPpParams(RegmeanParams):
+    """Parameters of `regmean++`; alpha is not tuned, since the statistics depend on it."""
+
+    alpha: float = param(
+        0.9,
+        "share of the Gram matrix off the diagonal that is kept; as given to `stats`",
+        low=0.0,
+        high=1.0,
+    )
 
 
 @method(
     "regmean++",
     "matrix",
-    params=RegmeanParams,
+    params=RegmeanPpParams,
     about=About(
         formula="as regmean, G_e from expert e's data in its own layer on top of merged layers",
         paper="RegMean++ (arXiv:2508.03121)",
@@ -35,7 +48,7 @@ from cgmerge.merge.registry import About, Traits, Weights, method
 def regmean_pp(
     matrices: Float[Tensor, "experts m n"],
     weights: Weights,
-    p: RegmeanParams,
+    p: RegmeanPpParams,
     stats: Sequence[Tensor | None] | None,
 ) -> Float[Tensor, "m n"]:
     """Merge one module; the rule is that of `regmean`, the statistics are others.
@@ -43,7 +56,7 @@ def regmean_pp(
     Args:
         matrices: The experts' deltas, float64.
         weights: Only their ratio counts.
-        p: See `RegmeanParams`.
+        p: See `RegmeanPpParams`.
         stats: XᵀX/N of every expert, [n, n], from `cgmerge stats --kind layerwise`.
     """
     return regmean(matrices, weights, p, stats)
