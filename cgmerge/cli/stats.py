@@ -179,8 +179,8 @@ class _Job:
 def _open(
     refs: Sequence[str], kind: str, base: Any, *, force_base: bool
 ) -> "tuple[list[Expert], list[float | None]]":
-    from cgmerge.modules.expert import open_expert
-    from cgmerge.refs import parse_weighted
+    from cgmerge.modules.expert import is_adapter, open_expert
+    from cgmerge.refs import expanded, parse_weighted
 
     if kind != LAYERWISE and len(refs) > 1:
         raise UsageError(
@@ -188,6 +188,14 @@ def _open(
             code="experts",
             hint="run it once for each; --kind layerwise (for regmean++) takes all experts",
         )
+    for ref in refs:
+        folder = expanded(ref)
+        if (folder / "config.json").exists() and not is_adapter(folder):
+            raise UsageError(
+                f"{ref} is a full model; statistics are those of adapters",
+                code="full_model",
+                hint=f"make an adapter of it: cgmerge extract {ref} --base BASE --rank 16 -o OUT",
+            )
     pairs = [parse_weighted(ref) if kind == LAYERWISE else (ref, None) for ref in refs]
     found = [open_expert(ref, base=base) for ref, _ in pairs]
     for expert in found:
