@@ -56,8 +56,9 @@ base: $(STAMP)  ## make the embedded base again
 kills: $(STAMP)  ## kill training at random moments, many times
 	$(BIN)/python benchmarks/kill_train.py 50
 
-docs: $(STAMP)  ## the generated reference pages
+docs: $(STAMP)  ## the generated reference pages and the schema of manifests
 	$(BIN)/python scripts/make_reference.py
+	$(BIN)/python scripts/make_schema.py
 
 wheel: $(STAMP)
 	$(BIN)/python -m build --wheel --outdir dist

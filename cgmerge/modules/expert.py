@@ -180,10 +180,15 @@ class ExpertDeltas(Mapping[str, "LowRank"]):
     def __getitem__(self, path: str) -> "LowRank":
         from cgmerge.merge.deltas import LowRank
 
+        scaling, raw = self.expert.pairs[path].scaling, self.raw(path)
+        return raw if scaling == 1.0 else LowRank(raw.a, raw.b * scaling)
+
+    def raw(self, path: str) -> "LowRank":
+        """Return the factors of a module as they were trained, the scaling left out."""
+        from cgmerge.merge.deltas import LowRank
+
         pair = self.expert.pairs[path]
-        a = self._read(pair.a)
-        b = self._read(pair.b)
-        return LowRank(a, b if pair.scaling == 1.0 else b * pair.scaling)
+        return LowRank(self._read(pair.a), self._read(pair.b))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.expert.pairs)

@@ -4,11 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import cge_samples
 import numpy as np
 import pytest
 import torch
 from cge_forge import Parts
+from cge_samples import FIELDS, coded, sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -26,28 +29,6 @@ from cgmerge.errors import (
 from cgmerge.modules.compress.container import CgeFile, write_cge
 from cgmerge.modules.compress.dense import Dense
 from cgmerge.modules.compress.sections import Coded
-
-FIELDS = {"base": {"id": "some/base"}, "peft": {"r": 4}, "method": {"mode": "ternary"}}
-
-
-def coded(name, rows=3, columns=40, *, seed=0, per_row=False, transposed=False, spread=0.6):
-    generator = np.random.default_rng(seed)
-    levels = np.rint(generator.normal(0, spread, (rows, columns))).astype(np.int8)
-    scales = generator.random(rows if per_row else 1).astype(np.float32) + 0.5
-    return Coded(name, levels, scales, transposed)
-
-
-def sample():
-    """Three coded tensors of several kinds and three dense ones."""
-    return [
-        coded("m.b.lora_B", 4, 30, seed=1, per_row=True, transposed=True, spread=2.0),
-        coded("m.a.lora_A", 3, 40),
-        coded("m.empty.lora_A", 2, 9, spread=0.0),
-    ], {
-        "m.bias": np.array([1.5, -2.0], np.float32),
-        "m.head": torch.tensor([[1.0], [2.0], [-0.5]], dtype=torch.bfloat16),
-        "m.none": np.zeros((0, 3), np.float16),
-    }
 
 
 @pytest.fixture
@@ -98,13 +79,14 @@ def test_the_bytes_do_not_depend_on_order_or_process(path, tmp_path):
     write_cge(tmp_path / "y.cge", reversed(tensors), again, other, details=details)
     assert (tmp_path / "y.cge").read_bytes() == path.read_bytes()
     script = (
-        "import sys, pathlib; sys.path[:0] = ['tests', 'tests/modules/compress'];"
-        "import test_container as t;"
-        "t.write_cge(pathlib.Path(sys.argv[1]), *t.sample(), t.FIELDS,"
+        "import sys, pathlib; sys.path.insert(0, sys.argv[2]); import cge_samples as samples;"
+        "from cgmerge.modules.compress.container import write_cge;"
+        "write_cge(pathlib.Path(sys.argv[1]), *samples.sample(), samples.FIELDS,"
         " details={'m.a': {'cosine': 0.75}})"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
-    subprocess.run([sys.executable, "-c", script, tmp_path / "z.cge"], check=True, env=environment)
+    words = [sys.executable, "-c", script, tmp_path / "z.cge", Path(cge_samples.__file__).parent]
+    subprocess.run(words, check=True, env=environment)
     assert (tmp_path / "z.cge").read_bytes() == path.read_bytes()
 
 
