@@ -101,7 +101,7 @@ def tune(
     if budget < 1:
         raise UsageError(f"the budget must be at least 1 trial, found {budget}", code="budget")
     check_open(plan)
-    search = _Search(plan, loaded, skills, budget, progress)
+    search = Search(plan, loaded, skills, budget, progress)
     search.run()
     data = tuple(
         {"name": s.name, "file": s.source, "sha256": s.sha256, "n": len(s.examples)} for s in skills
@@ -147,7 +147,7 @@ def grids_of(rule: "Rule", given: Mapping[str, Any]) -> dict[str, tuple[Any, ...
     return {name: found[name] for name in sorted(found, key=lambda name: (name != "scale", name))}
 
 
-class _Search:
+class Search:
     """The state of one search: trials so far and merges worth keeping."""
 
     def __init__(
@@ -170,9 +170,11 @@ class _Search:
 
     @property
     def best(self) -> Trial:
+        """Return the best trial so far; the first of equals."""
         return max(self.trials, key=lambda trial: trial.rank)
 
     def run(self) -> None:
+        """Try the grids, scale first, then finer scales."""
         start = asdict(self.plan.rule.params)
         for scale in self.grids.get("scale", (start["scale"],)):
             self.try_(start | {"scale": scale})
