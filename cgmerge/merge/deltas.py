@@ -256,7 +256,7 @@ class Blocks:
             yield Block(name, start + first * columns, values, first * columns, self.ids)
 
     def rows_per_block(self, columns: int) -> int:
-        """Return the rows of a block; depends on nothing but shapes, so that results do not either."""
+        """Return the rows of a block: from shapes alone, so that results depend on no more."""
         return max(1, BLOCK_ENTRIES // max(1, columns * len(self.experts)))
 
     def reader(self, name: str) -> Callable[[int, int], Tensor]:
