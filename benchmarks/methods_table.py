@@ -32,9 +32,10 @@ from cgmerge.modules.compose import make_plan
 from cgmerge.modules.data import read_data
 from cgmerge.modules.encoding import encode_all
 from cgmerge.modules.expert import open_expert
+from cgmerge.modules.layerstats import METHOD, Along, collect_layerwise
 from cgmerge.modules.loading import LoadedBase, load_base
 from cgmerge.modules.recipe import ExpertRef, Recipe
-from cgmerge.modules.stats import KINDS, collect, write_stats
+from cgmerge.modules.stats import KINDS, collect, path_of, write_stats
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "methods_tiny.json"
@@ -98,6 +99,20 @@ def write_statistics(loaded: LoadedBase, experts: Sequence[str], files: Sequence
         rows = encode_all(file.examples[:STATS_ROWS], loaded.tokenizer)
         found = collect(loaded, expert, rows, KINDS)
         write_stats(expert.stats_path, found, expert, loaded, [file.sha256])
+    write_layerwise(loaded, experts, files)
+
+
+def write_layerwise(loaded: LoadedBase, experts: Sequence[str], files: Sequence[Path]) -> None:
+    """Write the statistics of all experts along their merge."""
+    opened = [open_expert(place) for place in experts]
+    data = [read_data(path) for path in files]
+    rows = [encode_all(file.examples[:STATS_ROWS], loaded.tokenizer) for file in data]
+    rule = make_rule(METHOD, len(opened))
+    along = Along.of(rule, [expert.digest for expert in opened]).plain()
+    found = collect_layerwise(loaded, opened, rows, rule)
+    for expert, result, file in zip(opened, found, data, strict=True):
+        path = path_of(expert, "layerwise")
+        write_stats(path, result, expert, loaded, [file.sha256], along=along)
 
 
 def names() -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from cgmerge.errors import UsageError
 from cgmerge.merge.deltas import Block, Blocks, Delta, LowRank, Rows, sizes_of, stack
 from cgmerge.merge.lowrank import Truncated, truncate, truncate_dense
-from cgmerge.merge.registry import MethodSpec, Params, get_method
+from cgmerge.merge.registry import MethodSpec, Params, get_method, is_method
 from cgmerge.merge.spaces import SPACES, Projected, Space, SpaceExperts, project
 from cgmerge.merge.ternary import all_ternary, merge_patterns
 
@@ -115,7 +115,7 @@ def make_rule(
 
 def _split_space(name: str) -> tuple[Space | Literal[""], str]:
     prefix, plus, rest = name.partition("+")
-    if not plus:
+    if not plus or is_method(name):
         return "", name
     for space in SPACES:
         if prefix == space:

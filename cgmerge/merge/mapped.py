@@ -50,11 +50,13 @@ class MappedBlocks(Blocks):
         """Refuse: there is nothing stored behind computed values."""
         raise TypeError(f"{name!r}: mapped blocks can only be streamed")
 
-    def _step(self, columns: int) -> int:
-        return self.source._step(columns)
+    def rows_per_block(self, columns: int) -> int:
+        """Return the rows of a block: those of the source."""
+        return self.source.rows_per_block(columns)
 
-    def _reader(self, name: str) -> Callable[[int, int], Tensor]:
-        read = self.source._reader(name)
+    def reader(self, name: str) -> Callable[[int, int], Tensor]:
+        """Return a function from a range of rows to computed values."""
+        read = self.source.reader(name)
         return lambda first, last: self.function(read(first, last))
 
 

@@ -88,7 +88,7 @@ class Traits:
     identity: Mapping[str, Any] | None = None
     scale_free: bool = True
     ordered: bool = False
-    stats: Literal["gram", "fisher"] | None = None
+    stats: Literal["gram", "fisher", "layerwise"] | None = None
     relative_weights: bool = False
     pointwise: Callable[[Any], bool] | None = None
     even: Mapping[str, Any] | None = None
@@ -236,6 +236,12 @@ def all_methods() -> list[MethodSpec]:
     """Return every registered method once, sorted by name."""
     _load_all()
     return [spec for key, spec in sorted(_METHODS.items()) if key == spec.name]
+
+
+def is_method(name: str) -> bool:
+    """Whether there is a method of this name or alias."""
+    _load_all()
+    return name in _METHODS
 
 
 def get_method(name: str) -> tuple[MethodSpec, Mapping[str, Any]]:

@@ -20,6 +20,7 @@ from cgmerge.modules.adapter_config import MAX_RANK
 from cgmerge.modules.base import Base, open_base
 from cgmerge.modules.compose_out import check_out
 from cgmerge.modules.compose_record import base_record, experts_record, write_records
+from cgmerge.modules.compose_stats import open_stats
 from cgmerge.modules.expert import COMPRESSED, Expert, is_adapter, open_expert
 from cgmerge.modules.recipe import ExpertRef, Recipe
 from cgmerge.refs import local_place
@@ -186,7 +187,7 @@ def make_plan(recipe: Recipe) -> Plan:
         )
     given = [order.index(i) for i in range(len(order))]
     refs = [item.ref for item in items]
-    stats = _open_stats(experts, rule, recipe)
+    stats = open_stats(experts, rule, recipe.base)
     plan = Plan(recipe, experts, refs, deltas, rule, rank, base, stats, parts, given)
     plan.warnings.extend(_plan_warnings(plan))
     return plan
@@ -331,46 +332,6 @@ def _deltas(
     deltas = [expert.deltas(base, force_base=recipe.force_base) for expert in adapters]
     _check_same_shapes(adapters)
     return list(deltas)
-
-
-def _open_stats(
-    experts: "Sequence[Expert | FullExpert]", rule: "Rule", recipe: Recipe
-) -> "list[StatsFile] | None":
-    kind = rule.spec.traits.stats
-    if kind is None:
-        return None
-    full = [expert.name for expert in experts if not isinstance(expert, Expert)]
-    if full:
-        raise UsageError(
-            f"method `{rule.spec.name}` needs {kind} statistics, which full models do not have:"
-            f" {', '.join(full[:5])}",
-            code="method",
-            hint="use another method, or make adapters of them with `cgmerge extract`",
-            found=full,
-        )
-    from cgmerge.modules.stats import StatsFile
-
-    found, missing = [], []
-    for expert in (one for one in experts if isinstance(one, Expert)):
-        try:
-            found.append(StatsFile(expert.stats_path, expert, kind))
-        except NotFound:
-            missing.append(expert)
-    if missing:
-        base = recipe.base or "BASE"
-        commands = "\n  ".join(
-            f"cgmerge stats {expert.ref} --base {base} --data FILE"
-            + (" --overwrite" if expert.stats_path.exists() else "")
-            for expert in missing
-        )
-        raise NotFound(
-            f"method `{rule.spec.name}` needs {kind} statistics; {len(missing)} of"
-            f" {len(experts)} experts have none: {', '.join(e.name for e in missing[:5])}",
-            code="stats",
-            hint=f"compute them:\n  {commands}",
-            found=[expert.ref for expert in missing],
-        )
-    return found
 
 
 def _order_key(opened: "tuple[Expert | FullExpert, ExpertRef]") -> tuple[str, float, str]:

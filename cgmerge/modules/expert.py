@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 COMPRESSED = ".cge"
-STATS = "cgmerge-stats.safetensors"
+STATS = "cgmerge-stats"
 PREFIX = "base_model.model."
 MAX_HEADER_BYTES = 4 << 20
 MAX_TENSORS = 20_000
@@ -114,14 +114,14 @@ class Expert:
         if self.compressed:
             return self.folder.stat().st_size
         files = (entry for entry in self.folder.iterdir() if entry.is_file())
-        return sum(file.stat().st_size for file in files if file.name != STATS)
+        return sum(file.stat().st_size for file in files if not file.name.startswith(STATS))
 
     @property
     def stats_path(self) -> Path:
         """Return where its statistics are kept: in its folder, or beside its file."""
         if self.compressed:
             return self.folder.with_name(f"{self.folder.name}.stats.safetensors")
-        return self.folder / STATS
+        return self.folder / f"{STATS}.safetensors"
 
     @property
     def ranks(self) -> list[int]:

@@ -55,7 +55,7 @@ def test_json_failure_is_the_last_line_of_stderr(run, tmp_path):
         ),
         (
             ["stats", "a", "--base", "b", "--data", "c", "--kind", "k" * 99],
-            f"--kind must be one of 'all', 'gram', 'fisher', found '{'k' * 59}…",
+            f"--kind must be one of 'all', 'gram', 'fisher', 'layerwise', found '{'k' * 59}…",
         ),
         (["train", "--lr", "fast"], "--lr must be a number, found 'fast'"),
         (["train", "--learning-rate", "fast"], "--learning-rate must be a number, found 'fast'"),

@@ -94,7 +94,7 @@ def test_what_is_swept_or_tuned_is_what_compose_writes(tiny, tmp_path, method, p
     """Random rules draw by digest, sums are made in one order: the bits are the same."""
     from dataclasses import asdict
 
-    from cgmerge.evals.tune import _Search
+    from cgmerge.evals.tune import Search
     from cgmerge.modules.compose import make_plan, run_plan
     from cgmerge.modules.expert import open_expert
     from cgmerge.modules.recipe import ExpertRef, Recipe
@@ -109,7 +109,7 @@ def test_what_is_swept_or_tuned_is_what_compose_writes(tiny, tmp_path, method, p
     plan = make_plan(Recipe(experts=refs, method=method, params=params, base="tiny"))
     run_plan(plan, tmp_path / "out")
     written = open_expert(str(tmp_path / "out")).deltas()
-    tuned = _Search(plan, tiny, [], 1, None).merge(asdict(plan.rule.params))
+    tuned = Search(plan, tiny, [], 1, None).merge(asdict(plan.rule.params))
     assert set(swept) == set(tuned) == set(written)
     for path, delta in written.items():
         for found in (swept[path], tuned[path]):

@@ -60,7 +60,7 @@ def stats_for(name, count, *, seed=3):
     for _ in range(count):
         result.append({})
         for key, shape in SHAPES.items():
-            if len(shape) == 2 and kind == "gram":
+            if len(shape) == 2 and kind in ("gram", "layerwise"):
                 inputs = torch.randn(4 * shape[1], shape[1], generator=generator).double()
                 result[-1][key] = inputs.T @ inputs / len(inputs)
             elif len(shape) == 2:
