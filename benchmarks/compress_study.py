@@ -211,8 +211,10 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         return float(x), float(top + (1.05 - max(share, 0.0)) / 1.05 * (height - top - 50))
 
     parts = [
-        (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
-        ' font-family="sans-serif" font-size="12">'),
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
+            ' font-family="sans-serif" font-size="12">'
+        ),
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):

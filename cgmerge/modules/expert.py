@@ -50,6 +50,10 @@ class Tensors(Protocol):
     def infos(self) -> Mapping[str, TensorInfo]:
         """Return type and shape of every tensor."""
 
+    @property
+    def size(self) -> int:
+        """Return the bytes of the file."""
+
     def read(self, name: str) -> "torch.Tensor":
         """Read one tensor."""
 

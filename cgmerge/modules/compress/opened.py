@@ -5,8 +5,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from cgmerge import strictjson
 from cgmerge.errors import Damaged, Incompatible, readable
 from cgmerge.modules.adapter_config import parse_adapter_config
@@ -43,6 +41,11 @@ class CgeTensors:
             self._coded[own] = name
             self.infos[own] = TensorInfo("F32", shape[::-1] if info.transposed else shape, 0, 0)
         self.infos |= file.dense
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of the file."""
+        return self.file.size
 
     def read(self, name: str) -> "torch.Tensor":
         """Decode one tensor: float32, or as it was where it is stored without loss.
@@ -134,18 +137,14 @@ def _pairs(file: CgeFile) -> dict[str, Pair]:
 
 
 def _card(manifest: dict[str, Any], path: Path) -> ExpertCard | None:
-    """Return the card that the expert had, else one with what the manifest says of the base."""
-    base = manifest["base"]
-    given = manifest.get("card")
-    if given is None:
-        fingerprint = base.get("fingerprint")
-        if fingerprint is None:
-            return None
-        skill = path.name.removesuffix(COMPRESSED)
-        return ExpertCard(skill=skill, base=BaseId(name=base["id"], fingerprint=fingerprint))
-    try:
-        return ExpertCard.model_validate(given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise Damaged(f"{path}: card.{where}: {first['msg']}", code="card") from error
+    """Return what the manifest says of skill and base; None where it names no fingerprint."""
+    base, parents = manifest["base"], manifest.get("parents") or [{}]
+    if base.get("fingerprint") is None:
+        return None
+    skill = str(parents[0].get("name", path.name.removesuffix(COMPRESSED)))
+    labels = readable(skill, 200), readable(base["id"], 200)
+    return ExpertCard(
+        skill=labels[0].replace("\n", " "),
+        base=BaseId(name=labels[1], fingerprint=base["fingerprint"]),
+        training={"compressed": manifest["method"]},
+    )
