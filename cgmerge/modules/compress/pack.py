@@ -12,6 +12,7 @@ from cgmerge.errors import UsageError
 from cgmerge.modules.adapter_out import AdapterForm, adapter_config
 from cgmerge.modules.base import Base
 from cgmerge.modules.compress.container import write_cge
+from cgmerge.modules.compress.fidelity import Fidelity
 from cgmerge.modules.compress.modes import (
     MODES,
     Encoded,
@@ -239,37 +240,42 @@ def manifest_fields(plan: Plan, encoded: Encoded, scores: list[dict[str, Any]]) 
     method: dict[str, Any] = {
         "mode": encoded.mode,
         "gauge": encoded.gauge,
-        "density": _short(encoded.density),
+        "density": short(encoded.density),
         "asked": plan.request.asked(),
     }
     if encoded.mode == "compeft":
         method["alpha"] = encoded.alpha
     else:
-        method["multiplier"] = _short(encoded.multiplier)
+        method["multiplier"] = short(encoded.multiplier)
     fields: dict[str, Any] = {
         "base": {"id": name or "unknown"} | ({"fingerprint": fingerprint} if fingerprint else {}),
         "peft": peft_config(expert, encoded),
         "method": method,
         "producer": f"cgmerge {__version__}",
         "sizes": {"bytes": expert.file.size, "parameters": plan.entries},
-        "fidelity": {
-            "error": _short(found.error),
-            "cosine": _short(found.cosine),
-            "cosine_min": _short(found.cosine_min),
-            "cosine_mean": _short(found.cosine_mean),
-            "emptied": len(found.emptied),
-        },
+        "fidelity": fidelity_fields(found),
         "parents": [{"name": expert.name, "sha256": expert.digest}],
     }
     return fields | ({"eval": scores} if scores else {})
 
 
-def manifest_details(encoded: Encoded) -> dict[str, Any]:
+def fidelity_fields(found: Fidelity) -> dict[str, Any]:
+    """Return what the manifest says of all modules together."""
+    return {
+        "error": short(found.error),
+        "cosine": short(found.cosine),
+        "cosine_min": short(found.cosine_min),
+        "cosine_mean": short(found.cosine_mean),
+        "emptied": len(found.emptied),
+    }
+
+
+def manifest_details(found: Fidelity) -> dict[str, Any]:
     """Return error and cosine of every module, for the index."""
-    modules = encoded.fidelity.modules
+    modules = found.modules
     return {
         "modules": {
-            name: [_short(part.error) if math.isfinite(part.error) else None, _short(part.cosine)]
+            name: [short(part.error) if math.isfinite(part.error) else None, short(part.cosine)]
             for name, part in sorted(modules.items())
         }
     }
@@ -292,7 +298,7 @@ def write_packed(
     out: Path, encoded: Encoded, fields: dict[str, Any], *, overwrite: bool = False
 ) -> int:
     """Write the file, atomically; return its bytes."""
-    details = manifest_details(encoded)
+    details = manifest_details(encoded.fidelity)
     return write_cge(out, encoded.coded, {}, fields, details=details, overwrite=overwrite).size
 
 
@@ -314,7 +320,7 @@ def _file_bytes(encoded: Encoded, fields: dict[str, Any]) -> int:
         return write_packed(Path(folder) / "size.cge", encoded, fields)
 
 
-def _short(value: float) -> float:
+def short(value: float) -> float:
     """Round what people read, so that the manifest's length hardly depends on it."""
     return float(f"{value:.{_DIGITS}g}")
 
