@@ -139,7 +139,22 @@ def _run(
     if skills:
         make, measure = _calibrated(plan, skills, output)
     longest = longest_entries(skills)
-    encoded = pack.compress(plan, make, lambda e: pack.manifest_fields(plan, e, longest))
+
+    def fields_of(encoded: "Encoded") -> dict[str, Any]:
+        return pack.manifest_fields(plan, encoded, longest)
+
+    if skills:  # tuning shows its own progress, and two bars cannot be shown at once
+        encoded = pack.compress(plan, make, fields_of)
+    else:
+        with output.progress("compress", len(factors)) as advance:
+            # The last step is left for the end: how many passes there are is not known before.
+            encoded = pack.compress(
+                plan,
+                make,
+                fields_of,
+                lambda done, number: advance(min(done, len(factors) - 1), note=f"pass {number}"),
+            )
+            advance(len(factors))
     kept = measure(decode(encoded.coded)) if measure else None
     fields = pack.manifest_fields(plan, encoded, kept.entries if kept else [])
     size = pack.write_packed(out, encoded, fields, overwrite=overwrite)

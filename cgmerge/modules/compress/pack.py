@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 DEFAULT_MODE: Mode = "ternary"
 _TRIES = 4
-_SPARE = 16
+_SPARE, _MARGIN = 64, 1.03
+"""Bytes left free at first, as names and shapes deflate differently for every result."""
+
 _DIGITS = 6
 
 
@@ -131,7 +133,9 @@ class Plan:
         """Return the factors as trained, read lazily."""
         return _Raw(self.expert)
 
-    def options(self, target: float | None) -> Options:
+    def options(
+        self, target: float | None, progress: Callable[[int, int], None] | None = None
+    ) -> Options:
         """Return what the mode is asked for."""
         request = self.request
         return Options(
@@ -141,6 +145,7 @@ class Plan:
             alpha=1.0 if request.alpha is None else request.alpha,
             gauge=request.gauge or "svd",
             scaling={path: pair.scaling for path, pair in self.expert.pairs.items()},
+            progress=progress,
         )
 
 
@@ -182,7 +187,12 @@ def make_plan(ref: str, request: Request, base: Base | None = None) -> Plan:
     return Plan(expert, base, request, entries, restored, tuple(warnings))
 
 
-def compress(plan: Plan, make: Maker, fields_of: Fields) -> Encoded:
+def compress(
+    plan: Plan,
+    make: Maker,
+    fields_of: Fields,
+    progress: Callable[[int, int], None] | None = None,
+) -> Encoded:
     """Encode, for a size that counts the whole file.
 
     Args:
@@ -190,6 +200,7 @@ def compress(plan: Plan, make: Maker, fields_of: Fields) -> Encoded:
         make: Encodes for options; called again where the first file is a little too large.
         fields_of: A manifest that is at least as long as the one that will be written: what it
             says takes bytes, too.
+        progress: Called with modules done and the number of the pass over them.
 
     Returns:
         The result; its file is no larger than asked for.
@@ -201,18 +212,19 @@ def compress(plan: Plan, make: Maker, fields_of: Fields) -> Encoded:
     """
     target = plan.target
     if target is None:
-        return make(plan.options(None))
+        return make(plan.options(None, progress))
     # What a file holds besides levels and scales hardly depends on the mode: a quick one tells.
     sample = encode(
         "ternary",
         plan.raw_factors(),
         Options(density=0.1, gauge="raw", scaling=plan.options(None).scaling),
     )
-    spare = _file_bytes(sample, fields_of(sample)) - coded_bytes(sample.coded) + _SPARE
+    overhead = _file_bytes(sample, fields_of(sample)) - coded_bytes(sample.coded)
+    spare = _MARGIN * overhead + _SPARE
     for _ in range(_TRIES):
         if spare >= target:
             break
-        encoded = make(plan.options(target - spare))
+        encoded = make(plan.options(target - spare, progress))
         size = _file_bytes(encoded, fields_of(encoded))
         if size <= target:
             return encoded
