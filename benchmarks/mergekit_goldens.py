@@ -5,10 +5,10 @@ that has mergekit 0.1.5:
 
     python benchmarks/mergekit_goldens.py --peers PYTHON
 
-A base and three fine-tunes of a two-layer Llama are made from Python's own generator, with values
+A base and three fine-tunes of a four-layer Llama are made from Python's own generator, with values
 that are sums of few powers of two, so that deltas are exact in float32. mergekit merges them from
-YAML files; three of the tensors are kept, with the inputs. What DARE does at random is kept as
-mean and variance over many seeds.
+YAML files; some tensors are kept, with the inputs. What DARE does at random is kept as mean and
+variance over many seeds.
 """
 
 import argparse
@@ -22,6 +22,9 @@ from typing import Any
 TARGET = Path(__file__).parent.parent / "tests" / "modules" / "mergekit_goldens.json"
 MODELS = ("base", "ft0", "ft1", "ft2")
 KEPT = ("model.layers.0.self_attn.k_proj.weight", "model.layers.1.input_layernorm.weight")
+DEEPER = ("model.layers.2.mlp.up_proj.weight", "model.layers.3.input_layernorm.weight")
+OUTSIDE = ("model.norm.weight",)
+LAYERS = 4
 SEEDS = 4000
 
 CASES = {
@@ -49,6 +52,44 @@ CASES = {
     "multislerp": "multislerp(base=.5, ft0=.3, ft1=.5, ft2=.4;)",
     "slerp": "slerp(ft0, ft1; t=.3)",
 }
+# Values that differ between layers, or between tensors by their names.
+VARIED = {
+    "varied_ties": """merge_method: ties
+base_model: base
+models:
+  - {model: ft0, parameters: {weight: [0.25, 1.0], density: [0.8, 0.5, 0.25]}}
+  - {model: ft1, parameters: {weight: [{filter: mlp, value: 0.75}, {value: [0.5, 0.0, 1.0]}],
+                              density: [0.8, 0.5, 0.25]}}
+parameters: {normalize: true, lambda: [1.0, 0.5]}
+dtype: float32
+""",
+    "varied_sum": """merge_method: task_arithmetic
+base_model: base
+models:
+  - {model: ft0, parameters: {weight: [{filter: k_proj, value: -0.5}]}}
+  - {model: ft1, parameters: {weight: [{filter: layernorm, value: [1, 0, 0.5]},
+                                       {filter: "*", value: 0.25}]}}
+parameters: {weight: [0.1, 0.9], lambda: [{filter: up_proj, value: 0.7}]}
+dtype: float32
+""",
+    "varied_linear": """merge_method: linear
+base_model: base
+models:
+  - {model: base, parameters: {weight: [0.5, 0.1]}}
+  - {model: ft0, parameters: {weight: [0.1, 0.9]}}
+  - {model: ft2, parameters: {weight: {filter: mlp, value: 0.3}}}
+parameters: {weight: 0.2}
+dtype: float32
+""",
+    "varied_breadcrumbs": """merge_method: breadcrumbs
+base_model: base
+models:
+  - {model: ft0, parameters: {weight: [0.6, 0.2], density: [0.9, 0.3], gamma: [0.0, 0.3]}}
+  - {model: ft1, parameters: {weight: 0.4, density: [0.9, 0.3], gamma: [0.0, 0.3]}}
+parameters: {normalize: [{filter: mlp, value: true}, {value: false}]}
+dtype: float32
+""",
+}
 RANDOM = {
     "dare_linear": {"weight": [0.6, 0.4], "density": 0.5},
     "dare_ties": {"weight": [0.6, 0.4], "density": 0.5, "lambda": 0.9},
@@ -63,15 +104,17 @@ from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
 from mergekit.merge_methods import merge_state_dicts
 from mergekit.options import MergeOptions
-kept, random_cases, seeds, models = json.loads(sys.argv[1])
+kept, varied, random_cases, seeds, models = json.loads(sys.argv[1])
 torch.set_num_threads(1)
 options = MergeOptions(copy_tokenizer=False, write_model_card=False, random_seed=1, quiet=True)
 found = {"cases": {}, "random": {}}
 for path in sorted(Path(".").glob("*.yml")):
     run_merge(MergeConfiguration.model_validate(yaml.safe_load(path.read_text())), "out", options)
     merged = load_file("out/model.safetensors")
-    found["cases"][path.stem] = {name: merged[name].tolist() for name in kept}
+    names = kept + varied if path.stem.startswith("varied") else kept
+    found["cases"][path.stem] = {name: merged[name].tolist() for name in names}
 states = {name: load_file(name + "/model.safetensors") for name in models}
+found["inputs"] = {m: {n: states[m][n].tolist() for n in kept + varied} for m in models}
 states = {name: {k: state[k] for k in kept} for name, state in states.items()}
 given = {name: states[name] for name in ("base", "ft0", "ft1")}
 for method, parameters in random_cases.items():
@@ -89,7 +132,6 @@ for method, parameters in random_cases.items():
         "mean": {name: first[name].tolist() for name in kept},
         "variance": {name: (second[name] - first[name].square()).tolist() for name in kept},
     }
-found["inputs"] = {m: {name: states[m][name].tolist() for name in kept} for m in models}
 Path("found.json").write_text(json.dumps(found))
 """
 
@@ -104,10 +146,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_models(folder)
-        texts = {case: as_yaml(short) for case, short in CASES.items()}
+        texts = {case: as_yaml(short) for case, short in CASES.items()} | VARIED
         for case, text in texts.items():
             (folder / f"{case}.yml").write_text(text)
-        asked = json.dumps([KEPT, RANDOM, SEEDS, MODELS])
+        asked = json.dumps([KEPT, DEEPER + OUTSIDE, RANDOM, SEEDS, MODELS])
         command = [str(options.peers), "-c", DRIVER, asked]
         subprocess.run(command, cwd=folder, check=True)
         found = json.loads((folder / "found.json").read_text())
@@ -148,7 +190,7 @@ def make_models(folder: Path) -> None:
     config = LlamaConfig(
         hidden_size=8,
         intermediate_size=4,
-        num_hidden_layers=2,
+        num_hidden_layers=LAYERS,
         num_attention_heads=2,
         num_key_value_heads=1,
         vocab_size=16,

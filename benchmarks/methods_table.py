@@ -12,7 +12,9 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from cgmerge.errors import CgmergeError
 from cgmerge.evals import demo
 from cgmerge.evals.runner import Settings, evaluate_targets
 from cgmerge.evals.stats import wilson
+from cgmerge.evals.suite import SkillSet
 from cgmerge.evals.sweep import group_scores
 from cgmerge.evals.targets import Target
 from cgmerge.evals.tune import tune
@@ -29,9 +32,10 @@ from cgmerge.modules.compose import make_plan
 from cgmerge.modules.data import read_data
 from cgmerge.modules.encoding import encode_all
 from cgmerge.modules.expert import open_expert
-from cgmerge.modules.loading import load_base
+from cgmerge.modules.layerstats import METHOD, Along, collect_layerwise
+from cgmerge.modules.loading import LoadedBase, load_base
 from cgmerge.modules.recipe import ExpertRef, Recipe
-from cgmerge.modules.stats import FILE, KINDS, collect, write_stats
+from cgmerge.modules.stats import KINDS, collect, path_of, write_stats
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "methods_tiny.json"
@@ -58,47 +62,83 @@ def _nothing(_done: int, *, note: str = "") -> None:
     del note
 
 
-def prepare(out: Path, seed: int) -> Path:
+@dataclass(frozen=True)
+class Case:
+    """What methods are compared on."""
+
+    loaded: LoadedBase
+    experts: tuple[str, ...]
+    validation: list[SkillSet]
+    test: list[SkillSet]
+    groups: dict[str, tuple[str, ...]]
+
+
+def demo_case(out: Path, seed: int) -> Case:
     """Run the demo, unless it was run here before, and compute the experts' statistics."""
     folder = out / f"seed-{seed}"
     if not (folder / "record.json").exists():
         demo.run_demo(folder, seed=seed, steps=demo.STEPS, voice=Quiet())
     loaded = load_base(open_base("tiny"), device="cpu", dtype="float32")
-    for skill in demo.SKILLS:
-        expert = open_expert(str(folder / "experts" / skill))
-        file = read_data(folder / "data" / f"{skill}.train.jsonl")
+    experts = tuple(str(folder / "experts" / skill) for skill in demo.SKILLS)
+    data = folder / "data"
+    write_statistics(loaded, experts, [data / f"{skill}.train.jsonl" for skill in demo.SKILLS])
+    return Case(
+        loaded,
+        experts,
+        demo.skill_sets(data, "validation"),
+        demo.skill_sets(data, "test"),
+        demo.GROUPS,
+    )
+
+
+def write_statistics(loaded: LoadedBase, experts: Sequence[str], files: Sequence[Path]) -> None:
+    """Write each expert's statistics on its own training rows beside it."""
+    for place, path in zip(experts, files, strict=True):
+        expert = open_expert(place)
+        file = read_data(path)
         rows = encode_all(file.examples[:STATS_ROWS], loaded.tokenizer)
         found = collect(loaded, expert, rows, KINDS)
-        write_stats(expert.folder / FILE, found, expert, loaded, [file.sha256])
-    return folder
+        write_stats(expert.stats_path, found, expert, loaded, [file.sha256])
+    write_layerwise(loaded, experts, files)
+
+
+def write_layerwise(loaded: LoadedBase, experts: Sequence[str], files: Sequence[Path]) -> None:
+    """Write the statistics of all experts along their merge."""
+    opened = [open_expert(place) for place in experts]
+    data = [read_data(path) for path in files]
+    rows = [encode_all(file.examples[:STATS_ROWS], loaded.tokenizer) for file in data]
+    rule = make_rule(METHOD, len(opened))
+    along = Along.of(rule, [expert.digest for expert in opened]).plain()
+    found = collect_layerwise(loaded, opened, rows, rule)
+    for expert, result, file in zip(opened, found, data, strict=True):
+        path = path_of(expert, "layerwise")
+        write_stats(path, result, expert, loaded, [file.sha256], along=along)
 
 
 def names() -> list[str]:
     return [*(spec.name for spec in all_methods()), *IN_SPACES]
 
 
-def measure(folder: Path, method: str, budget: int) -> dict[str, Any]:
+def measure(case: Case, method: str, budget: int) -> dict[str, Any]:
     """Tune one method on validation rows and score it on test rows."""
-    loaded = load_base(open_base("tiny"), device="cpu", dtype="float32")
-    data = folder / "data"
-    skills = list(demo.SKILLS)
+    experts = case.experts
     try:
-        make_rule(method, len(skills))
+        make_rule(method, len(experts))
     except CgmergeError:
-        skills = skills[:2]
-    refs = tuple(ExpertRef(str(folder / "experts" / skill)) for skill in skills)
-    plan = make_plan(Recipe(experts=refs, method=method, base="tiny"))
+        experts = experts[:2]
+    refs = tuple(ExpertRef(expert) for expert in experts)
+    plan = make_plan(Recipe(experts=refs, method=method, base=case.loaded.base.ref))
     started = time.process_time()
-    found = tune(plan, loaded, demo._skill_sets(data, "validation"), budget=budget)
-    rule = make_rule(method, len(skills), params=found.best.params)
+    found = tune(plan, case.loaded, case.validation, budget=budget)
+    rule = make_rule(method, len(experts), params=found.best.params)
     merger = Merger(rule, plan.deltas, ids=plan.ids, stats=plan.stats)
     deltas = {name: merger.factors(name, plan.rank).delta for name in merger.names}
     target = Target.of_deltas("merged", deltas, "0" * 64)
     settings = Settings(keeps_base=False, expects_same=True)
-    test = evaluate_targets(loaded, [target], demo._skill_sets(data, "test"), settings)
-    scores = group_scores(test, "merged", demo.GROUPS)
+    test = evaluate_targets(case.loaded, [target], case.test, settings)
+    scores = group_scores(test, "merged", case.groups)
     return {
-        "experts": len(skills),
+        "experts": len(experts),
         "params": dict(found.best.params),
         "seconds": round(time.process_time() - started, 1),
         "groups": {name: [score.correct, score.n] for name, score in scores.items()},
@@ -121,16 +161,13 @@ def references(folder: Path) -> dict[str, dict[str, list[int]]]:
     }
 
 
-def table(results: dict[str, Any]) -> list[str]:
+def table(results: dict[str, Any], groups: Sequence[str]) -> list[str]:
     """Pool the seeds and write one line per method, best unseen pairs first."""
-    lines = [
-        f"| method | scale | {' | '.join(demo.GROUPS)} |",
-        f"|---|---|{'---|' * len(demo.GROUPS)}",
-    ]
+    lines = [f"| method | scale | {' | '.join(groups)} |", f"|---|---|{'---|' * len(groups)}"]
     pooled = []
     for name, runs in results.items():
         cells = {}
-        for group in demo.GROUPS:
+        for group in groups:
             correct = sum(run["groups"][group][0] for run in runs)
             n = sum(run["groups"][group][1] for run in runs)
             interval = wilson(correct, n)
@@ -157,11 +194,11 @@ def main() -> int:
     results: dict[str, list[dict[str, Any]]] = {}
     for seed in map(int, arguments.seeds.split(",")):
         print(f"seed {seed}", flush=True)
-        folder = prepare(arguments.out, seed)
-        for name, groups in references(folder).items():
+        case = demo_case(arguments.out, seed)
+        for name, groups in references(arguments.out / f"seed-{seed}").items():
             results.setdefault(name, []).append({"groups": groups})
         for method in wanted:
-            found = measure(folder, method, arguments.budget)
+            found = measure(case, method, arguments.budget)
             results.setdefault(method, []).append(found)
             pairs = found["groups"]["unseen pairs"]
             print(
@@ -170,7 +207,7 @@ def main() -> int:
         arguments.results.parent.mkdir(parents=True, exist_ok=True)
         content = {"budget": arguments.budget, "seeds": arguments.seeds, "methods": results}
         arguments.results.write_text(json.dumps(content, indent=1) + "\n")
-    print("\n".join(table(results)))
+    print("\n".join(table(results, list(demo.GROUPS))))
     return 0
 
 

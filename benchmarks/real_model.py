@@ -159,10 +159,11 @@ def measure(base: str, skills: Sequence[str], out: Path) -> dict[str, Any]:
     """Choose scales on validation rows, compose, and score everything on test rows."""
     opened = open_base(base)
     loaded = load_base(opened)
-    deltas = [open_expert(str(out / "experts" / skill)).deltas(opened) for skill in skills]
-    factors = [{path: one[path] for path in one} for one in deltas]
+    experts = [open_expert(str(out / "experts" / skill)) for skill in skills]
+    factors = [dict(expert.deltas(opened)) for expert in experts]
     rows = skill_sets(out / "data", "validation", skills)
-    validation = sweep(loaded, factors, CANDIDATES, rows)
+    ids = [expert.digest for expert in experts]
+    validation = sweep(loaded, factors, CANDIDATES, rows, ids=ids)
     show("validation", table(validation, skills))
     chosen = [
         best(validation, [c for c in CANDIDATES if c.method == method], score_groups(skills))

@@ -5,26 +5,33 @@ A reference is a local folder unless it is written as an explicit remote one (`h
 what is near it, never with a hub look-up.
 """
 
-import difflib
 import math
 import os
 from pathlib import Path
 
 from cgmerge import fs
 from cgmerge.errors import EnvironmentProblem, NotFound, UsageError
+from cgmerge.nearest import nearest
 
 _REMOTE = "hf://"
 
 
 def local_folder(ref: str, *, what: str) -> Path:
-    """Turn a reference into a local folder.
+    """Turn a reference into a local folder; see `local_place`."""
+    return local_place(ref, what=what)
+
+
+def local_place(ref: str, *, what: str, suffix: str | None = None) -> Path:
+    """Turn a reference into a local folder, or into a file where some are taken.
 
     Args:
         ref: A path, or `hf://user/repo[@revision]`.
         what: What to call it in messages, e.g. `base model`.
+        suffix: Of files that are taken in place of a folder, e.g. `.cge`.
 
     Returns:
-        An absolute path of a folder that exists.
+        An absolute path of a folder that exists, or of something that is not a folder and has the
+        suffix.
 
     Raises:
         NotFound: No such folder; the message lists what is near it.
@@ -43,8 +50,11 @@ def local_folder(ref: str, *, what: str) -> Path:
             raise EnvironmentProblem(f"{path} cannot be read: permission denied", code="permission")
         return path
     if os.path.lexists(path):
+        if suffix is not None and path.name.endswith(suffix):
+            return path
+        wanted = f"a folder or a {suffix} file" if suffix else "a folder"
         raise NotFound(
-            f"{ref} is a file; the {what} must be a folder", code="not_folder", path=path
+            f"{ref} is a file; the {what} must be {wanted}", code="not_folder", path=path
         )
     near = _near(path)
     hint = f"similar: {', '.join(near)}" if near else None
@@ -97,7 +107,7 @@ def _near(path: Path) -> list[str]:
         names = [entry.name for entry in os.scandir(path.parent) if entry.is_dir()]
     except (OSError, ValueError):
         return []
-    return difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
+    return nearest(path.name, names, count=3)
 
 
 def _fetch(ref: str, what: str) -> Path:
@@ -105,7 +115,7 @@ def _fetch(ref: str, what: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     repo, _, revision = ref.removeprefix(_REMOTE).partition("@")
-    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "tokenizer*"]
+    patterns = ["*.json", "*.safetensors", "*.cge", "*.model", "*.jinja", "tokenizer*"]
     try:
         return Path(snapshot_download(repo, revision=revision or None, allow_patterns=patterns))
     except HFValidationError as error:

@@ -9,7 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 TARGET = Path(__file__).parent.parent / "docs" / "reference.md"
-COMMANDS = ("train", "compress", "decompress", "stats", "compose", "extract", "eval", "inspect", "methods", "demo", "doctor")
+COMMANDS = (
+    "train",
+    "compress",
+    "decompress",
+    "stats",
+    "compose",
+    "extract",
+    "eval",
+    "inspect",
+    "methods",
+    "demo",
+    "doctor",
+)
 
 
 def help_of(words: list[str]) -> str:

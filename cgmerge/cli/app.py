@@ -13,6 +13,7 @@ import traceback
 from types import FrameType
 
 import typer
+from typer.exceptions import TyperException
 
 from cgmerge import fs
 from cgmerge._version import __version__
@@ -31,6 +32,7 @@ from cgmerge.cli import (
 )
 from cgmerge.cli.output import print_error
 from cgmerge.cli.spread import spread
+from cgmerge.cli.usage import as_usage_error
 from cgmerge.errors import CgmergeError, LimitExceeded, StorageError, UsageError
 
 _NEXT_STEPS = {
@@ -105,15 +107,16 @@ def run(words: list[str]) -> int:
     if words[:1] in (["eval"], ["train"], ["compose"], ["compress"], ["stats"]):
         words = spread(words, {"--data", "--eval-data", "--tune", "--calibrate"})
     try:
-        app(args=words, prog_name="cgmerge")
+        code = app(args=words, prog_name="cgmerge", standalone_mode=False)
     except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
-        if code == UsageError.exit_code and "--json" in words:
-            print_error(UsageError("the command line is wrong; see above"), as_json=True)
-        return code
+        return stop.code if isinstance(stop.code, int) else 1
+    except TyperException as error:
+        if not words:  # the help was printed instead
+            return UsageError.exit_code
+        return _exit_code(as_usage_error(error, words), words)
     except BaseException as error:  # noqa: BLE001  (the last line of defence)
         return _exit_code(error, words)
-    return 0
+    return code if isinstance(code, int) else 0
 
 
 def _exit_code(error: BaseException, words: list[str]) -> int:

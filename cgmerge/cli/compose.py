@@ -215,6 +215,11 @@ def _show_plan(plan: "Plan", output: Output) -> None:
             "expert",
             f"{expert.name}  weight {weight:g}  {_kind(expert, plan)}  {expert.digest[:12]}",
         )
+    if plan.parts:
+        output.line("parts", f"{len(plan.parts)} groups of modules have values of their own")
+    for one, names in plan.parts:
+        weights = ", ".join(f"{one.weights[i]:g}" for i in plan.given)
+        output.detail("part", f"weights {weights}  {one.params}  {names[0]} … {names[-1]}")
     for name, value in asdict(rule.params).items():
         output.detail("means", f"{name}={value}: {_doc(rule.spec.params, name)}")
     output.detail("formula", rule.spec.about.formula)
@@ -281,8 +286,16 @@ def _changed(recipe: "Recipe", changes: dict[str, Any], params: dict[str, Any]) 
     if changes.get("base", recipe.base) != recipe.base:
         changes = {**changes, "base_fingerprint": None}
     same = changes.get("method", recipe.method) == recipe.method
+    if not same and (recipe.parts or recipe.by_tensor):
+        raise UsageError(
+            "the recipe's weights or parameters differ between modules, for its own method only",
+            code="method",
+            hint="leave out --method, or write another recipe",
+        )
+    parts = tuple(replace(part, params={**part.params, **params}) for part in recipe.parts)
     kept = dict(recipe.params) if same else {}
     tuning = recipe.tuning if same and not params else None
+    changes |= {"parts": parts, "overrides": params}
     return replace(recipe, **changes, params={**kept, **params}, tuning=tuning)
 
 

@@ -1,6 +1,5 @@
 """`cgmerge inspect`: show what an expert or a base is, without loading a model."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -41,8 +40,8 @@ def inspect(
     """
     from cgmerge.modules.base import open_base
     from cgmerge.modules.builtin import builtin_base
-    from cgmerge.modules.expert import CONFIG, open_expert
-    from cgmerge.refs import local_folder
+    from cgmerge.modules.expert import COMPRESSED, is_adapter, open_expert
+    from cgmerge.refs import local_place
 
     output = Output(as_json=as_json, quiet=quiet, verbose=verbose)
     if len(targets) > 1:
@@ -51,8 +50,8 @@ def inspect(
         compare_experts(targets, base, output)
         return
     target = targets[0]
-    folder = builtin_base(target) or local_folder(target, what="expert or base")
-    if not (folder / CONFIG).exists() and (folder / "config.json").exists():
+    folder = builtin_base(target) or local_place(target, what="expert or base", suffix=COMPRESSED)
+    if not is_adapter(folder) and (folder / "config.json").exists():
         _inspect_base(target, output)
         return
     opened = open_base(base) if base is not None else None
@@ -104,8 +103,6 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 def _facts(expert: "Expert") -> dict[str, Any]:
-    from cgmerge.modules.stats import FILE
-
     deltas = expert.deltas()
     modules = {
         path: {"rank": pair.rank, "scaling": pair.scaling, "norm": deltas[path].norm()}
@@ -116,11 +113,7 @@ def _facts(expert: "Expert") -> dict[str, Any]:
         "kind": "expert",
         "name": expert.name,
         "sha256": expert.digest,
-        "size_bytes": sum(
-            path.stat().st_size
-            for path in Path(expert.folder).iterdir()
-            if path.is_file() and path.name != FILE
-        ),
+        "size_bytes": expert.size_bytes,
         "ranks": expert.ranks,
         "alpha": expert.config.alpha,
         "rslora": expert.config.use_rslora,

@@ -25,7 +25,7 @@ def methods(
     described = [_describe(spec) for spec in specs]
     if name is None:
         rows = [[s.name, "yes" if s.low_rank else "no", s.summary] for s in specs]
-        output.table(["method", "low rank", "what it does"], rows)
+        output.table(["method", "low rank", "what it does"], rows, words=True)
         output.hint("explain one: cgmerge methods ties")
     else:
         output.text(_page(specs[0]))

@@ -55,15 +55,23 @@ class Output:
         if not self.quiet:
             _to_stderr(f"hint: {text}")
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table of results on stdout (left out with `--json` and `--quiet`)."""
+    def table(
+        self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, words: bool = False
+    ) -> None:
+        """Print a table of results on stdout (left out with `--json` and `--quiet`).
+
+        Args:
+            columns: The header.
+            rows: The cells.
+            words: The cells are words, which begin where their column begins; numbers end there.
+        """
         if self.as_json or self.quiet:
             return
         cells = [list(columns), *[list(row) for row in rows]]
         widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
         for row in cells:
             first, *rest = [
-                text.ljust(width) if i == 0 else text.rjust(width)
+                text.ljust(width) if i == 0 or words else text.rjust(width)
                 for i, (text, width) in enumerate(zip(row, widths, strict=True))
             ]
             sys.stdout.write("  ".join([first, *rest]).rstrip() + "\n")
@@ -123,20 +131,34 @@ def _silent(done: int, *, note: str = "") -> None:
 
 
 class _PlainProgress:
-    """One line at the start, the end, and every ten seconds between."""
+    """One line every ten seconds, and one at the end."""
 
     def __init__(self, label: str, total: int, start: int) -> None:
         self.label, self.total, self.start = label, total, start
         self.started = self.last = time.monotonic()
+        self.first: tuple[int, float] | None = None
 
     def __call__(self, done: int, *, note: str = "") -> None:
         now = time.monotonic()
+        if self.first is None and done > self.start:
+            self.first = done, now
         if done < self.total and now - self.last < 10:
             return
         self.last = now
-        left = (now - self.started) / max(done - self.start, 1) * (self.total - done)
-        tail = f", {note}" if note else ""
-        _to_stderr(f"{self.label:<8} {done}/{self.total}, {left:.0f} s left{tail}")
+        parts = [f"{self.label:<8} {done}/{self.total}", *self._left(done, now), note]
+        _to_stderr(", ".join(part for part in parts if part))
+
+    def _left(self, done: int, now: float) -> list[str]:
+        """Say how long it takes yet; not before there is something to tell it from.
+
+        The first step warms up (memory, thresholds of the whole model) and is no measure.
+        """
+        if done >= self.total:
+            return [f"{now - self.started:.0f} s"]
+        if self.first is None or done <= self.first[0]:
+            return []
+        counted, since = done - self.first[0], now - self.first[1]
+        return [f"{since / counted * (self.total - done):.0f} s left"]
 
 
 @contextmanager

@@ -124,10 +124,11 @@ def run_demo(out: Path, *, seed: int, steps: int, voice: Voice) -> DemoResult:
     voice.stage("sweep")
     base = open_base("tiny")
     loaded = load_base(base, device="cpu", dtype="float32")
-    experts = [open_expert(str(out / "experts" / skill)).deltas(base) for skill in SKILLS]
-    factors = [{path: deltas[path] for path in deltas} for deltas in experts]
+    experts = [open_expert(str(out / "experts" / skill)) for skill in SKILLS]
+    factors = [dict(expert.deltas(base)) for expert in experts]
     candidates = _candidates()
-    validation = sweep(loaded, factors, candidates, _skill_sets(data, "validation"))
+    ids = [expert.digest for expert in experts]
+    validation = sweep(loaded, factors, candidates, skill_sets(data, "validation"), ids=ids)
     chosen = {
         method: best(validation, [c for c in candidates if c.method == method], GROUPS)
         for method in ("task-arithmetic", "ties")
@@ -135,7 +136,7 @@ def run_demo(out: Path, *, seed: int, steps: int, voice: Voice) -> DemoResult:
     voice.stage("compose")
     merges = {name: _compose(chosen[name], name, out) for name in chosen}
     voice.stage("eval")
-    evaluation = _evaluate(loaded, out, merges, _skill_sets(data, "test"))
+    evaluation = _evaluate(loaded, out, merges, skill_sets(data, "test"))
     recommended = best(validation, list(chosen.values()), GROUPS).method
     write_record(out / "sweep.json", validation, overwrite=True)
     write_record(out / "record.json", evaluation, overwrite=True)
@@ -168,7 +169,8 @@ def _write_rows(path: Path, rows: list[chains.Row]) -> None:
     fs.replace_file(path, ("\n".join(lines) + "\n").encode())
 
 
-def _skill_sets(folder: Path, split: chains.Split) -> list[SkillSet]:
+def skill_sets(folder: Path, split: chains.Split) -> list[SkillSet]:
+    """Read the demo's rows of one split, one set per skill, pair and group."""
     sets = []
     for name in (*SKILLS, *_SETS):
         file = read_data(folder / f"{name.replace(' ', '-')}.{split}.jsonl")

@@ -41,6 +41,7 @@ def sweep(
     candidates: Sequence[Candidate],
     skills: Sequence[SkillSet],
     *,
+    ids: Sequence[str],
     progress: Progress | None = None,
 ) -> Evaluation:
     """Score every candidate merge on validation skills.
@@ -50,6 +51,7 @@ def sweep(
         experts: Task vectors of the experts, read once per method.
         candidates: What to try.
         skills: Validation items.
+        ids: The experts' digests: with them a merge is what `compose` makes, random rules included.
         progress: Called after every batch.
 
     Returns:
@@ -60,7 +62,9 @@ def sweep(
     for candidate in candidates:
         key = candidate.method, candidate.params
         if key not in merged:
-            merged[key] = merge_in_memory(experts, candidate.method, dict(candidate.params))
+            merged[key] = merge_in_memory(
+                experts, candidate.method, dict(candidate.params), ids=ids
+            )
         deltas = {path: _scaled(delta, candidate.scale) for path, delta in merged[key].items()}
         digest = hashlib.sha256(candidate.name.encode()).hexdigest()
         targets.append(Target.of_deltas(candidate.name, deltas, digest))
@@ -69,14 +73,27 @@ def sweep(
 
 
 def merge_in_memory(
-    experts: Sequence[Mapping[str, "LowRank"]], method: str, params: Mapping[str, object]
+    experts: Sequence[Mapping[str, "LowRank"]],
+    method: str,
+    params: Mapping[str, object],
+    *,
+    ids: Sequence[str],
 ) -> dict[str, "LowRank"]:
-    """Merge experts to factors of automatic rank, as `compose` would write them."""
+    """Merge experts to factors of automatic rank, bit for bit as `compose` would write them.
+
+    Args:
+        experts: Task vectors, in any order.
+        method: Name or alias.
+        params: Its parameters.
+        ids: The experts' digests, which decide random draws and the order of additions.
+    """
     from cgmerge.merge import Merger, make_rule, plan_rank
 
     rule = make_rule(method, len(experts), params=params)
+    order = rule.order(ids)
+    experts, ids = [experts[i] for i in order], [ids[i] for i in order]
     rank = plan_rank(rule, experts, "auto")
-    merger = Merger(rule, experts)
+    merger = Merger(rule, experts, ids=ids)
     return {path: merger.factors(path, rank).delta for path in merger.names}
 
 

@@ -11,8 +11,9 @@ from cgmerge.evals.suite import check_names, split_name
 from cgmerge.modules.attach import Factors, attached
 from cgmerge.modules.base import Base, open_base
 from cgmerge.modules.builtin import builtin_base
+from cgmerge.modules.expert import COMPRESSED, is_adapter, open_expert
 from cgmerge.modules.loading import LoadedBase, load_base
-from cgmerge.refs import local_folder
+from cgmerge.refs import local_place
 from cgmerge.tensorfile import file_sha256
 
 BASE_NAME = "base"
@@ -102,9 +103,9 @@ def ready(target: Target, loaded: LoadedBase, options: LoadOptions) -> Iterator[
 def _open(spec: str, base: Base, *, force_base: bool) -> Target:
     name, ref = split_name(spec)
     built_in = builtin_base(ref)
-    folder = built_in or local_folder(ref, what="target")
-    name = name or (ref if built_in else folder.name)
-    if (folder / "adapter_config.json").exists():
+    folder = built_in or local_place(ref, what="target", suffix=COMPRESSED)
+    name = name or (ref if built_in else folder.name.removesuffix(COMPRESSED))
+    if is_adapter(folder):
         return _open_adapter(name, ref, base, force_base=force_base)
     if (folder / "config.json").exists():
         model = open_base(ref)
@@ -120,8 +121,6 @@ def _open(spec: str, base: Base, *, force_base: bool) -> Target:
 
 
 def _open_adapter(name: str, ref: str, base: Base, *, force_base: bool) -> Target:
-    from cgmerge.modules.expert import open_expert
-
     expert = open_expert(ref, base=base)
     warnings = list(expert.warnings)
     if expert.base_fingerprint not in (None, base.fingerprint) and force_base:

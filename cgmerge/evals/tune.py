@@ -1,14 +1,16 @@
 """Choose the parameters of a merge on validation data: scale first, then what the method declares.
 
 λ (scale) matters more than the rule, and costs no new merge: the merged delta is kept and only
-multiplied. The search is the one people do by hand, spelled out: the scale on its grid, then each
-other declared parameter on its grid at the best scale, then finer scales between the best and its
-neighbours, until the budget is used up. The score is the mean exact match over the skills; among
-equal scores the mean log-likelihood decides, which is smooth where exact match is not.
+multiplied (full models: merged again in a stream, thresholds kept, into the base in memory). The
+search is the one people do by hand, spelled out: the scale on its grid, then each other declared
+parameter on its grid at the best scale, then finer scales between the best and its neighbours,
+until the budget is used up. The score is the mean exact match over the skills; among equal scores
+the mean log-likelihood decides, which is smooth where exact match is not.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,7 @@ from cgmerge.evals.suite import SkillSet
 from cgmerge.evals.targets import Target
 
 if TYPE_CHECKING:
-    from cgmerge.merge import LowRank, Rule
+    from cgmerge.merge import LowRank, Merger, Rule
     from cgmerge.modules.compose import Plan
     from cgmerge.modules.loading import LoadedBase
 
@@ -99,7 +101,7 @@ def tune(
     if budget < 1:
         raise UsageError(f"the budget must be at least 1 trial, found {budget}", code="budget")
     check_open(plan)
-    search = _Search(plan, loaded, skills, budget, progress)
+    search = Search(plan, loaded, skills, budget, progress)
     search.run()
     data = tuple(
         {"name": s.name, "file": s.source, "sha256": s.sha256, "n": len(s.examples)} for s in skills
@@ -111,13 +113,13 @@ def check_open(plan: "Plan") -> None:
     """Refuse a composition that leaves nothing to choose.
 
     Raises:
-        UsageError: Every parameter that could be tuned is given, or an expert is a full model.
+        UsageError: Every parameter that could be tuned is given, or they differ by module.
     """
-    if plan.has_full:
+    if plan.parts:
         raise UsageError(
-            "tuning attaches merges to the base as adapters; full models are none",
+            "tuning chooses one value for all modules, and the recipe has several",
             code="tune",
-            hint="give --scale, or make adapters of the full models with `cgmerge extract`",
+            hint="give one weight and one value of each parameter, or --scale and no --tune",
         )
     if not grids_of(plan.rule, plan.recipe.params):
         raise UsageError(
@@ -145,7 +147,7 @@ def grids_of(rule: "Rule", given: Mapping[str, Any]) -> dict[str, tuple[Any, ...
     return {name: found[name] for name in sorted(found, key=lambda name: (name != "scale", name))}
 
 
-class _Search:
+class Search:
     """The state of one search: trials so far and merges worth keeping."""
 
     def __init__(
@@ -164,12 +166,15 @@ class _Search:
         self.trials: list[Trial] = []
         self.grids = grids_of(plan.rule, plan.recipe.params)
         self._merged: tuple[dict[str, Any], dict[str, LowRank]] | None = None
+        self._whole: tuple[dict[str, Any], Merger] | None = None
 
     @property
     def best(self) -> Trial:
+        """Return the best trial so far; the first of equals."""
         return max(self.trials, key=lambda trial: trial.rank)
 
     def run(self) -> None:
+        """Try the grids, scale first, then finer scales."""
         start = asdict(self.plan.rule.params)
         for scale in self.grids.get("scale", (start["scale"],)):
             self.try_(start | {"scale": scale})
@@ -211,15 +216,33 @@ class _Search:
 
     def score(self, params: dict[str, Any]) -> Trial:
         """Merge and score one set of parameters."""
-        target = Target.of_deltas("trial", self.merge(params), "0" * 64)
         settings = Settings(keeps_base=False, expects_same=True)
-        results = evaluate_targets(self.loaded, [target], self.skills, settings).record.results
+        with self.ready(params) as deltas:
+            target = Target.of_deltas("trial", deltas, "0" * 64)
+            results = evaluate_targets(self.loaded, [target], self.skills, settings).record.results
         return Trial(
             params=params,
             score=sum(r.score for r in results) / len(results),
             loglik=sum(r.loglik for r in results) / len(results),
             skills={r.skill: r.score for r in results},
         )
+
+    @contextmanager
+    def ready(self, params: dict[str, Any]) -> "Iterator[dict[str, LowRank]]":
+        """Merge; yield what is to be attached, nothing where full models are in the base itself."""
+        if not self.plan.has_full:
+            yield self.merge(params)
+            return
+        from cgmerge.merge import Merger
+        from cgmerge.modules.trialmodel import TrialModel
+
+        unit = params | {"scale": 1.0}
+        if self._whole is None or self._whole[0] != unit:
+            rule = replace(self.plan.rule, params=self.plan.rule.spec.make_params(unit))
+            merger = Merger(rule, self.plan.deltas, ids=self.plan.ids, stats=self.plan.stats)
+            self._whole = unit, merger
+        with TrialModel(self.plan, self.loaded).merged(self._whole[1], params["scale"]):
+            yield {}
 
     def merge(self, params: dict[str, Any]) -> "dict[str, LowRank]":
         """Merge at scale 1, or take the last merge when only the scale differs; then scale."""

@@ -13,12 +13,15 @@ from cgmerge.errors import Damaged, Incompatible
 from cgmerge.merge.deltas import LowRank, inner, pad_rank, stack
 from cgmerge.merge.engine import Merger, Rule, make_rule, plan_rank
 from cgmerge.merge.lowrank import Truncated, best_dense, truncate, truncate_dense
+from cgmerge.merge.parts import AnyMerger, PartsMerger
 from cgmerge.merge.registry import MethodSpec, all_methods, get_method
 
 __all__ = [
+    "AnyMerger",
     "LowRank",
     "Merger",
     "MethodSpec",
+    "PartsMerger",
     "Rule",
     "Truncated",
     "all_methods",

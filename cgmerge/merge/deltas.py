@@ -211,7 +211,7 @@ class Blocks:
         parts: list[Tensor] = []
         for name in self.names:
             rows, _ = self.shapes[name]
-            read = self._reader(name)
+            read = self.reader(name)
             step = max(1, min(share, rows))
             chosen = range(step // 2, rows, step)
             parts += [read(row, row + 1).flatten(1).clone() for row in chosen]
@@ -224,8 +224,8 @@ class Blocks:
             rows, columns = self.shapes[name]
             if start < offset + rows * columns:
                 first = (start - offset) // columns
-                last = min(first + self._step(columns), rows)
-                values = self._reader(name)(first, last)
+                last = min(first + self.rows_per_block(columns), rows)
+                values = self.reader(name)(first, last)
                 return Block(name, start, values, first * columns, self.ids)
             offset += rows * columns
         raise IndexError(start)
@@ -250,16 +250,16 @@ class Blocks:
 
     def _module(self, name: str, start: int) -> Iterator[Block]:
         rows, columns = self.shapes[name]
-        read, step = self._reader(name), self._step(columns)
+        read, step = self.reader(name), self.rows_per_block(columns)
         for first in range(0, rows, step):
             values = read(first, min(first + step, rows))
             yield Block(name, start + first * columns, values, first * columns, self.ids)
 
-    def _step(self, columns: int) -> int:
-        """Rows per block; depends on nothing but shapes, so that results do not either."""
+    def rows_per_block(self, columns: int) -> int:
+        """Return the rows of a block: from shapes alone, so that results depend on no more."""
         return max(1, BLOCK_ENTRIES // max(1, columns * len(self.experts)))
 
-    def _reader(self, name: str) -> Callable[[int, int], Tensor]:
+    def reader(self, name: str) -> Callable[[int, int], Tensor]:
         """Return a function from a range of rows to values, [experts, rows, columns]."""
         deltas = self.fetch(name)
         low_rank = [delta for delta in deltas if isinstance(delta, LowRank)]

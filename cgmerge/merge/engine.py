@@ -7,7 +7,7 @@ Matrix rules on plain tensors hold one module of every expert in float64.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from cgmerge.errors import UsageError
 from cgmerge.merge.deltas import Block, Blocks, Delta, LowRank, Rows, sizes_of, stack
-from cgmerge.merge.lowrank import OVERSAMPLE, Truncated, truncate, truncate_dense
-from cgmerge.merge.registry import MethodSpec, Params, get_method
+from cgmerge.merge.lowrank import Truncated, truncate, truncate_dense
+from cgmerge.merge.registry import MethodSpec, Params, get_method, is_method
 from cgmerge.merge.spaces import SPACES, Projected, Space, SpaceExperts, project
+from cgmerge.merge.ternary import all_ternary, merge_patterns
 
 AUTO_RANK_LIMIT = 64
 """`auto` never goes beyond this rank unless an expert does: servers load 64 without options."""
@@ -54,6 +55,24 @@ class Rule:
     def low_rank(self) -> bool:
         """Whether merging LoRA experts gives a delta of rank at most the sum of their ranks."""
         return bool(self.space) or self.spec.low_rank
+
+    @property
+    def even(self) -> bool:
+        """Whether all directions weigh the same, so that a cut to a lower rank is arbitrary."""
+        known = self.spec.traits.even
+        return known is not None and all(getattr(self.params, k) == v for k, v in known.items())
+
+    def order(self, keys: Sequence[Any]) -> list[int]:
+        """Return the order in which experts are merged: sorted by key, unless order matters.
+
+        Sums are then made in the same order however the experts were named.
+        """
+        places = range(len(keys))
+        return list(places) if self.spec.traits.ordered else sorted(places, key=keys.__getitem__)
+
+    def reordered(self, order: Sequence[int]) -> "Rule":
+        """Return the rule for the experts in another order."""
+        return replace(self, weights=tuple(self.weights[i] for i in order))
 
 
 def make_rule(
@@ -96,7 +115,7 @@ def make_rule(
 
 def _split_space(name: str) -> tuple[Space | Literal[""], str]:
     prefix, plus, rest = name.partition("+")
-    if not plus:
+    if not plus or is_method(name):
         return "", name
     for space in SPACES:
         if prefix == space:
@@ -133,6 +152,7 @@ class Merger:
         ids: What each expert is called; random methods draw the same for the same name, whatever
             the order. Default: the position.
         stats: For methods that need statistics, one mapping per expert, module to tensor.
+        names: The modules that are merged; default all.
 
     Raises:
         UsageError: The method needs statistics and there are none.
@@ -146,6 +166,7 @@ class Merger:
         *,
         ids: Sequence[str] | None = None,
         stats: Sequence[Statistics] | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         self.rule = rule
         self.experts = experts
@@ -160,12 +181,12 @@ class Merger:
             )
         self.space = SpaceExperts(experts, rule.space) if rule.space else None
         seen = self.space.views if self.space else experts
-        self.blocks = Blocks(seen, dtype=dtype, ids=ids)
+        self.blocks = Blocks(seen, names=names, dtype=dtype, ids=ids)
 
     @property
     def names(self) -> list[str]:
-        """Return the modules that any expert touches, sorted."""
-        return self.blocks.all_names
+        """Return the modules that are merged, sorted."""
+        return self.blocks.names
 
     @cached_property
     def state(self) -> Mapping[str, Any]:
@@ -195,14 +216,26 @@ class Merger:
         if kernel is None:
             yield self.dense(name)
             return
-        blocks = iter(self.blocks.only(name))
+        pieces = self._pieces(name, kernel)
         while True:
             with one_thread():  # not around the yield: the caller's own settings hold there
-                block = next(blocks, None)
-                if block is None:
+                piece = next(pieces, None)
+                if piece is None:
                     return
-                merged = kernel(block)
-            yield merged
+            yield piece
+
+    def _pieces(self, name: str, kernel: Callable[[Block], Tensor]) -> Iterator[Tensor]:
+        """Merge block by block; entries that can take few values are looked up in a table."""
+        deltas = self.blocks.fetch(name)
+        spec = self.rule.spec
+        alike = spec.kind in ("linear", "gram") or (
+            spec.traits.pointwise is not None and spec.traits.pointwise(self.state.get(name))
+        )
+        if alike and self.space is None and all_ternary(deltas):
+            yield from merge_patterns(name, deltas, kernel, dtype=self.dtype, ids=self.blocks.ids)
+            return
+        for block in self.blocks.only(name):
+            yield kernel(block)
 
     def factors(self, name: str, rank: int) -> Truncated:
         """Return one module's merged delta at rank at most `rank`, and the error of that.
@@ -232,7 +265,7 @@ class Merger:
         with one_thread():
             # The sum of the experts spans nearly the same directions and is cheap to decompose.
             total = stack(present, [self.rule.weights[i] for _, i in kept])
-            return truncate_dense(matrix, rank, truncate(total, rank + OVERSAMPLE).delta.a)
+            return truncate_dense(matrix, rank, truncate(total, rank).delta.a)
 
     def _merged(self, name: str) -> Tensor:
         """Apply the rule to one module as the blocks show it."""
@@ -295,10 +328,9 @@ class Merger:
         with one_thread():
             merged = torch.empty(self.blocks.shapes[name], dtype=self.dtype)
             row = 0
-            for block in self.blocks.only(name):
-                count = block.values.shape[1]
-                merged[row : row + count] = merge(block)
-                row += count
+            for piece in self._pieces(name, merge):
+                merged[row : row + len(piece)] = piece
+                row += len(piece)
             return merged
 
 

@@ -14,9 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cgmerge.merge.deltas import Block, Blocks, LowRank, Rows
-from cgmerge.merge.sparsify import Cut, _Search, _with_last_index
-
-_SAMPLE = 500_000
+from cgmerge.merge.sparsify import Cut, Search, cuts_of, select
 
 
 class MappedBlocks(Blocks):
@@ -52,11 +50,13 @@ class MappedBlocks(Blocks):
         """Refuse: there is nothing stored behind computed values."""
         raise TypeError(f"{name!r}: mapped blocks can only be streamed")
 
-    def _step(self, columns: int) -> int:
-        return self.source._step(columns)
+    def rows_per_block(self, columns: int) -> int:
+        """Return the rows of a block: those of the source."""
+        return self.source.rows_per_block(columns)
 
-    def _reader(self, name: str) -> Callable[[int, int], Tensor]:
-        read = self.source._reader(name)
+    def reader(self, name: str) -> Callable[[int, int], Tensor]:
+        """Return a function from a range of rows to computed values."""
+        read = self.source.reader(name)
         return lambda first, last: self.function(read(first, last))
 
 
@@ -68,9 +68,9 @@ def cuts_at(blocks: Blocks, kept: Sequence[int]) -> list[Cut]:
         kept: How many to keep of each stream, 1 to `blocks.total`; lowest index first among equals.
     """
     double = blocks.dtype == torch.float64
-    searches = [_Search(count, double=double) for count in kept]
-    _select(blocks, [[search] for search in searches])
-    return _with_last_index(blocks, searches)
+    searches = [Search(count, double=double, together=len(kept)) for count in kept]
+    select(blocks, list(enumerate(searches)))
+    return cuts_of(blocks, searches)
 
 
 def magnitudes_at(blocks: Blocks, ranks: Sequence[int]) -> list[list[float]]:
@@ -84,11 +84,15 @@ def magnitudes_at(blocks: Blocks, ranks: Sequence[int]) -> list[list[float]]:
         For each stream, the magnitude at each rank.
     """
     double = blocks.dtype == torch.float64
-    searches: list[list[_Search | _Largest]] = [
-        [_Largest() if rank == 1 else _Search(rank, double=double) for rank in ranks]
+    together = len(blocks.experts) * len(ranks)
+    searches: list[list[Search | _Largest]] = [
+        [
+            _Largest() if rank == 1 else Search(rank, double=double, together=together)
+            for rank in ranks
+        ]
         for _ in blocks.experts
     ]
-    _select(blocks, searches)
+    select(blocks, [(place, one) for place, row in enumerate(searches) for one in row])
     return [[search.cut(None).value for search in row] for row in searches]
 
 
@@ -145,7 +149,7 @@ def tensor_sums(
 
 
 class _Largest:
-    """The magnitude of rank 1, found in one pass; stands in for a `_Search`."""
+    """The magnitude of rank 1, found in one pass; stands in for a `Search`."""
 
     def __init__(self) -> None:
         self.kept = 1
@@ -167,21 +171,3 @@ class _Largest:
     def cut(self, last: int | None) -> Cut:
         """Return the value as a cut that keeps it."""
         return Cut(self.value, math.nextafter(self.value, 0.0), last)
-
-
-def _select(blocks: Blocks, searches: Sequence[Sequence[_Search | _Largest]]) -> None:
-    """Run all searches of every stream over common passes until each is done."""
-    total = blocks.total
-    share = max(1, total // _SAMPLE)
-    pending = [(place, search) for place, row in enumerate(searches) for search in row]
-    if share > 1:
-        sample = blocks.sample(share)
-        for place, search in pending:
-            search.narrow_by_sample(sample[place], search.kept / total)
-    while pending:
-        for block in blocks:
-            for place, search in pending:
-                search.count(block.values[place], block.start)
-        for _, search in pending:
-            search.narrow()
-        pending = [(place, search) for place, search in pending if not search.done]

@@ -1,13 +1,13 @@
 """Parameters of merge methods: declared once, checked, and read from text as typed by users."""
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from cgmerge.errors import UsageError
+from cgmerge.nearest import nearest
 
 P = TypeVar("P", bound="Params")
 
@@ -64,7 +64,7 @@ def build_params(kind: type[P], values: Mapping[str, Any], owner: str) -> P:
     fields = {item.name: item for item in dataclasses.fields(kind)}
     for key in values:
         if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+            near = nearest(key, fields)
             raise UsageError(
                 f"method `{owner}` has no parameter `{key}`",
                 code="parameter",

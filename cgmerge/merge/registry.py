@@ -19,7 +19,6 @@ Four kinds of function; the engine multiplies what they return by `params.scale`
   Tensors with fewer than two dimensions are averaged.
 """
 
-import difflib
 import importlib
 import math
 import pkgutil
@@ -32,6 +31,7 @@ from typing import Any, Literal, TypeVar
 from cgmerge.errors import UsageError
 from cgmerge.merge.deltas import Blocks
 from cgmerge.merge.params import Params, build_params, param
+from cgmerge.nearest import nearest
 
 __all__ = [
     "About",
@@ -75,6 +75,10 @@ class Traits:
         ordered: The order of the experts matters.
         stats: Statistics that are needed for every expert, one tensor per module.
         relative_weights: A common factor on all weights changes nothing.
+        pointwise: For `entry`: whether, with the state that `prepare` found for a tensor, an
+            entry's result depends on nothing but that entry's values.
+        even: Parameters under which all directions of a merged matrix weigh the same, so that
+            no lower rank is better than another; None when there are none.
     """
 
     scope: Literal["entry", "tensor", "model"] = "entry"
@@ -84,8 +88,10 @@ class Traits:
     identity: Mapping[str, Any] | None = None
     scale_free: bool = True
     ordered: bool = False
-    stats: Literal["gram", "fisher"] | None = None
+    stats: Literal["gram", "fisher", "layerwise"] | None = None
     relative_weights: bool = False
+    pointwise: Callable[[Any], bool] | None = None
+    even: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +238,12 @@ def all_methods() -> list[MethodSpec]:
     return [spec for key, spec in sorted(_METHODS.items()) if key == spec.name]
 
 
+def is_method(name: str) -> bool:
+    """Whether there is a method of this name or alias."""
+    _load_all()
+    return name in _METHODS
+
+
 def get_method(name: str) -> tuple[MethodSpec, Mapping[str, Any]]:
     """Find a method by name or alias.
 
@@ -244,7 +256,7 @@ def get_method(name: str) -> tuple[MethodSpec, Mapping[str, Any]]:
     _load_all()
     spec = _METHODS.get(name)
     if spec is None:
-        near = difflib.get_close_matches(name, _METHODS, n=1, cutoff=0.5)
+        near = nearest(name, _METHODS)
         known = f"`cgmerge methods` lists all {len(all_methods())}"
         raise UsageError(
             f"unknown method `{name}`",

@@ -11,7 +11,7 @@ def elect(values: Float[Tensor, "experts *shape"]) -> Float[Tensor, "*shape"]:
     """Return the sign of the sum over experts: -1, 0 or +1 (0 where the sum is exactly 0)."""
     if len(values) == 1:
         return values[0].sign()
-    return _sum(values).sign_()
+    return sum_in_order(values).sign_()
 
 
 def disjoint_mean_(
@@ -31,7 +31,7 @@ def disjoint_mean_(
     """
     # Positive where value and elected sign agree, 0 elsewhere; exact, since signs are ±1 or 0.
     # Few operations on all experts at once: each costs a pass over the block.
-    total = _sum(values.mul_(signs).relu_())
+    total = sum_in_order(values.mul_(signs).relu_())
     count = values.sign_()[0].mul_(weights[0])
     for agrees, weight in zip(values[1:], weights[1:], strict=True):
         count.add_(agrees, alpha=weight)
@@ -63,10 +63,10 @@ def disjoint_sum_(
         values: w_e·ΔW_e, zero where trimmed; overwritten.
         signs: The elected signs; entries with sign 0 give 0.
     """
-    return _sum(values.mul_(signs).relu_()).mul_(signs)
+    return sum_in_order(values.mul_(signs).relu_()).mul_(signs)
 
 
-def _sum(values: Tensor) -> Tensor:
+def sum_in_order(values: Tensor) -> Tensor:
     """Sum over the first axis in its order; faster than a reduction, which also reorders."""
     if len(values) == 1:
         return values[0].clone()

@@ -6,9 +6,10 @@ patterns, narrowed until it holds one pattern. A small sample gives the first br
 pass over the stream is enough for ordinary data; memory does not depend on the data.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from cgmerge.merge.deltas import Block, Blocks
 
-_BINS = 1 << 20
-_REMEMBERED = 1 << 23  # entries of a bracket whose blocks are remembered, per expert
+_BINS = 1 << 20  # of one search; narrower histograms only cost more passes
+_ALL_BINS = 1 << 22
+_REMEMBERED = 1 << 25  # entries within the brackets of all searches whose blocks are remembered
+_SAMPLE = 500_000  # entries that give the first bracket
 _SAMPLE_SLACK = 0.01
 
 
@@ -59,20 +62,52 @@ def top_k_cuts(blocks: Blocks, density: float) -> list[Cut]:
     if kept >= total:
         return [_NO_CUT for _ in blocks.experts]
     double = blocks.dtype == torch.float64
-    searches = [_Search(kept, double=double) for _ in blocks.experts]
-    share = max(1, total // 500_000)
-    if share > 1:
-        for values, search in zip(blocks.sample(share), searches, strict=True):
-            search.narrow_by_sample(values, kept / total)
-    while any(not search.done for search in searches):
+    together = len(blocks.experts)
+    searches = [Search(kept, double=double, together=together) for _ in blocks.experts]
+    for expert, search in zip(blocks.experts, searches, strict=True):
+        counts = getattr(expert, "nonzeros", None)  # sparse experts know without being read
+        if counts is not None and sum(counts.get(name, 0) for name in blocks.names) <= kept:
+            search.keep_all()
+    select(blocks, list(enumerate(searches)))
+    return cuts_of(blocks, searches)
+
+
+def select(blocks: Blocks, searches: Sequence[tuple[int, "Selection"]]) -> None:
+    """Run searches, each on one stream of the blocks, over common passes until all are done.
+
+    Args:
+        blocks: The stream; read until the last search has its answer.
+        searches: Position of the stream, and what looks at it.
+    """
+    pending = [(place, search) for place, search in searches if not search.done]
+    share = max(1, blocks.total // _SAMPLE)
+    if share > 1 and pending:
+        sample = blocks.sample(share)
+        for place, search in pending:
+            search.narrow_by_sample(sample[place], search.kept / blocks.total)
+    while pending:
         for block in blocks:
-            for values, search in zip(block.values, searches, strict=True):
-                if not search.done:
-                    search.count(values, block.start)
-        for search in searches:
-            if not search.done:
-                search.narrow()
-    return _with_last_index(blocks, searches)
+            for place, search in pending:
+                search.count(block.values[place], block.start)
+        for _, search in pending:
+            search.narrow()
+        pending = [(place, search) for place, search in pending if not search.done]
+
+
+class Selection(Protocol):
+    """What `select` drives: counts the entries of a bracket and narrows it, pass by pass."""
+
+    kept: int
+    done: bool
+
+    def narrow_by_sample(self, values: Tensor, share: float) -> None:
+        """Guess the first bracket from a sample."""
+
+    def count(self, values: Tensor, start: int, /) -> None:
+        """Look at one block."""
+
+    def narrow(self) -> None:
+        """Use what was counted."""
 
 
 def trim_(values: Float[Tensor, "rows columns"], start: int, cut: Cut) -> None:
@@ -96,11 +131,19 @@ def trim_(values: Float[Tensor, "rows columns"], start: int, cut: Cut) -> None:
     torch.ops.aten.hardshrink.out(values, limit, out=values)
 
 
-class _Search:
-    """Radix selection of the k-th largest bit pattern of one expert."""
+class Search:
+    """Radix selection of the k-th largest bit pattern of one expert.
 
-    def __init__(self, kept: int, *, double: bool) -> None:
+    Args:
+        kept: k.
+        double: Whether the values are float64.
+        together: How many searches run at once; they share the memory for histograms.
+    """
+
+    def __init__(self, kept: int, *, double: bool, together: int = 1) -> None:
         self.kept = kept
+        self.bin_bits = max(1, min(_BINS, _ALL_BINS // together).bit_length() - 1)
+        self.remembered = _REMEMBERED // together
         self.bits: type[np.signedinteger[Any]] = np.int64 if double else np.int32
         self.unsigned = np.uint64 if double else np.uint32
         self.top = 0x7FF0_0000_0000_0001 if double else 0x7F80_0001  # one above +inf
@@ -114,7 +157,7 @@ class _Search:
         self._reset()
 
     def _reset(self) -> None:
-        self.shift = max(0, (self.high - self.low - 1).bit_length() - (_BINS.bit_length() - 1))
+        self.shift = max(0, (self.high - self.low - 1).bit_length() - self.bin_bits)
         bins = ((self.high - self.low - 1) >> self.shift) + 1
         self.above = 0
         self.histogram = np.zeros(bins, dtype=np.int64)
@@ -122,6 +165,10 @@ class _Search:
         self.starts: list[int] = []
         self.found_size = 0
         self.counted = 0
+
+    def keep_all(self) -> None:
+        """Finish at once: no more than k entries are other than 0."""
+        self.low, self.done = 0, True
 
     def narrow_by_sample(self, values: Tensor, share: float) -> None:
         """Guess a bracket that very likely holds the k-th value; `narrow` corrects a wrong one."""
@@ -148,7 +195,7 @@ class _Search:
         self.found.append(inside >> self.shift)
         self.starts.append(start)
         self.found_size += inside.size
-        if self.found_size > _REMEMBERED:
+        if self.found_size > self.remembered:
             self._flush()
 
     def _flush(self) -> None:
@@ -226,8 +273,11 @@ class _Search:
         return np.bitwise_and(signed, self.largest, out=self.scratch[: signed.size])
 
 
-def _with_last_index(blocks: Blocks, searches: list[_Search]) -> list[Cut]:
-    """Turn "the first m of the equal ones" into a flat index, reading again only what is needed."""
+def cuts_of(blocks: Blocks, searches: Sequence[Search]) -> list[Cut]:
+    """Return the cuts that finished searches found, one per expert of the stream.
+
+    Turns "the first m of the equal ones" into a flat index, reading again only what is needed.
+    """
     last: list[int | None] = [None] * len(searches)
     for place, search in enumerate(searches):
         if not search.wanted_ties:

@@ -39,7 +39,7 @@ class Changed(Blocks):
         parts: list[Tensor] = []
         for name in self.names:
             rows, columns = self.shapes[name]
-            read = self._reader(name)
+            read = self.reader(name)
             step = max(1, min(share, rows))
             for row in range(step // 2, rows, step):
                 block = Block(name, 0, read(row, row + 1), row * columns, self.ids)

@@ -2,9 +2,11 @@
 
 `make_plan` opens and checks everything and computes nothing; `--dry-run` stops there. `run_plan`
 writes the result folder in one step. The order in which experts were named does not matter: they
-are sorted by content first, so that equal inputs give equal bytes.
+are sorted by content first, so that equal inputs give equal bytes (except for methods like slerp,
+which tell the first from the second).
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -18,16 +20,20 @@ from cgmerge.modules.adapter_config import MAX_RANK
 from cgmerge.modules.base import Base, open_base
 from cgmerge.modules.compose_out import check_out
 from cgmerge.modules.compose_record import base_record, experts_record, write_records
-from cgmerge.modules.expert import CONFIG, Expert, open_expert
+from cgmerge.modules.compose_stats import open_stats
+from cgmerge.modules.expert import COMPRESSED, Expert, is_adapter, open_expert
 from cgmerge.modules.recipe import ExpertRef, Recipe
-from cgmerge.refs import local_folder
+from cgmerge.refs import local_place
 
 if TYPE_CHECKING:
-    from cgmerge.merge import Rule
+    from cgmerge.merge import AnyMerger, Rule
+    from cgmerge.modules.compose_parts import Rules
     from cgmerge.modules.fullmodel import FullExpert
     from cgmerge.modules.stats import StatsFile
 
 Progress = Callable[[int], None]
+EVEN_LOSS = 1e-3
+"""Share of a delta from which on it matters which directions a lower rank leaves out."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Plan:
 
     Attributes:
         recipe: What was asked for.
-        experts: Opened, in canonical order: adapters, and full models where the result is one.
+        experts: Opened, as they are merged: adapters, and full models where the result is one.
         refs: How the user named them, in the same order.
         deltas: Their task vectors, by module path; with full models by name of the base's weight.
         rule: Method, parameters and weights, in the same order.
@@ -54,6 +60,8 @@ class Plan:
     rank: int
     base: Base | None
     stats: "list[StatsFile] | None" = None
+    parts: "Rules" = field(default_factory=list)
+    """Rules with their modules, where they differ; `rule` then is for everything else."""
     given: list[int] = field(default_factory=list)
     """Position in `experts` of the first, second … expert as the user named them."""
     warnings: list[str] = field(default_factory=list)
@@ -78,6 +86,14 @@ class Plan:
             for deltas in self.deltas
             for path, (out, into, _) in sizes_of(deltas).items()
         }
+
+    def merger(self) -> "AnyMerger":
+        """Return what merges the experts, module by module."""
+        from cgmerge.merge import Merger, PartsMerger
+
+        if self.parts:
+            return PartsMerger(self.parts, self.deltas, ids=self.ids, stats=self.stats)
+        return Merger(self.rule, self.deltas, ids=self.ids, stats=self.stats)
 
     @property
     def ids(self) -> list[str]:
@@ -145,14 +161,21 @@ def make_plan(recipe: Recipe) -> Plan:
 
     base = _open_base(recipe) if recipe.base is not None else None
     opened = [(_open_checked(item, recipe, base), item) for item in recipe.experts]
-    order = sorted(range(len(opened)), key=lambda i: _order_key(opened[i]))
+    weights = [item.weight for item in recipe.experts]
+    rule = make_rule(recipe.method, len(opened), weights=weights, params=recipe.params)
+    order = rule.order([_order_key(one) for one in opened])
+    plain, rule = rule, rule.reordered(order)
     experts = [opened[i][0] for i in order]
     items = [opened[i][1] for i in order]
     _check_same_base([expert for expert in experts if isinstance(expert, Expert)], recipe)
     deltas = _deltas(experts, base, recipe)
-    rule = make_rule(
-        recipe.method, len(experts), weights=[item.weight for item in items], params=recipe.params
-    )
+    parts: Rules = []
+    if recipe.parts or recipe.by_tensor:
+        from cgmerge.modules.compose_parts import rules_by_module, weight_names
+
+        names = weight_names(experts, base)
+        found = rules_by_module(recipe, plain, itertools.chain(*deltas), names, base)
+        parts = [(one.reordered(order), modules) for one, modules in found]
     rank = plan_rank(rule, deltas, recipe.rank) if recipe.form == "adapter" else 0
     if rank > MAX_RANK:
         raise UsageError(
@@ -164,8 +187,8 @@ def make_plan(recipe: Recipe) -> Plan:
         )
     given = [order.index(i) for i in range(len(order))]
     refs = [item.ref for item in items]
-    stats = _open_stats(experts, rule, recipe)
-    plan = Plan(recipe, experts, refs, deltas, rule, rank, base, stats, given)
+    stats = open_stats(experts, rule, recipe.base)
+    plan = Plan(recipe, experts, refs, deltas, rule, rank, base, stats, parts, given)
     plan.warnings.extend(_plan_warnings(plan))
     return plan
 
@@ -281,8 +304,8 @@ def _open_checked(item: ExpertRef, recipe: Recipe, base: Base | None) -> "Expert
 
 def _open(ref: str, recipe: Recipe, base: Base | None) -> "Expert | FullExpert":
     """Open an adapter or, where there is a config.json instead, a full model."""
-    folder = local_folder(ref, what="expert")
-    if (folder / CONFIG).exists() or not (folder / "config.json").exists():
+    folder = local_place(ref, what="expert", suffix=COMPRESSED)
+    if is_adapter(folder) or not (folder / "config.json").exists():
         return open_expert(ref, base=base)
     if base is None or recipe.form != "model":
         shown = recipe.base or "BASE"
@@ -309,46 +332,6 @@ def _deltas(
     deltas = [expert.deltas(base, force_base=recipe.force_base) for expert in adapters]
     _check_same_shapes(adapters)
     return list(deltas)
-
-
-def _open_stats(
-    experts: "Sequence[Expert | FullExpert]", rule: "Rule", recipe: Recipe
-) -> "list[StatsFile] | None":
-    kind = rule.spec.traits.stats
-    if kind is None:
-        return None
-    full = [expert.name for expert in experts if not isinstance(expert, Expert)]
-    if full:
-        raise UsageError(
-            f"method `{rule.spec.name}` needs {kind} statistics, which full models do not have:"
-            f" {', '.join(full[:5])}",
-            code="method",
-            hint="use another method, or make adapters of them with `cgmerge extract`",
-            found=full,
-        )
-    from cgmerge.modules.stats import FILE, StatsFile
-
-    found, missing = [], []
-    for expert in (one for one in experts if isinstance(one, Expert)):
-        try:
-            found.append(StatsFile(expert.folder / FILE, expert, kind))
-        except NotFound:
-            missing.append(expert)
-    if missing:
-        base = recipe.base or "BASE"
-        commands = "\n  ".join(
-            f"cgmerge stats {expert.ref} --base {base} --data FILE"
-            + (" --overwrite" if (expert.folder / FILE).exists() else "")
-            for expert in missing
-        )
-        raise NotFound(
-            f"method `{rule.spec.name}` needs {kind} statistics; {len(missing)} of"
-            f" {len(experts)} experts have none: {', '.join(e.name for e in missing[:5])}",
-            code="stats",
-            hint=f"compute them:\n  {commands}",
-            found=[expert.ref for expert in missing],
-        )
-    return found
 
 
 def _order_key(opened: "tuple[Expert | FullExpert, ExpertRef]") -> tuple[str, float, str]:
@@ -449,6 +432,12 @@ def _result_warnings(plan: Plan, modules: dict[str, ModuleReport], rounding: flo
     if idle and len(idle) < len(modules):
         warnings.append(
             f"{len(idle)} of {len(modules)} modules do not change: {', '.join(idle[:5])}"
+        )
+    if plan.rule.even and any(report.error > EVEN_LOSS for report in modules.values()):
+        known = ", ".join(f"{k}={v}" for k, v in (plan.rule.spec.traits.even or {}).items())
+        warnings.append(
+            f"with {known} all directions weigh the same, and rank {plan.rank} keeps arbitrary"
+            " ones; use --rank exact, or a slightly smaller value to keep the leading ones"
         )
     if rounding > 0.01:
         warnings.append(

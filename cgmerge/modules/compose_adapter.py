@@ -36,9 +36,9 @@ def write_merged_adapter(
     """
     import torch
 
-    from cgmerge.merge import LowRank, Merger, pad_rank
+    from cgmerge.merge import LowRank, pad_rank
 
-    merger = Merger(plan.rule, plan.deltas, ids=plan.ids, stats=plan.stats)
+    merger = plan.merger()
     dtype = _adapter_dtype(plan.recipe.dtype)
     factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     modules: dict[str, ModuleReport] = {}

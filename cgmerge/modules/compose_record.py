@@ -45,6 +45,8 @@ def write_records(composed: "Composed", stage: Path) -> None:
         "versions": package_versions(),
         "warnings": composed.warnings,
     }
+    if plan.parts:
+        record["parts"] = parts_record(plan)
     if plan.recipe.tuning is not None:
         record["tuning"] = dict(plan.recipe.tuning)
     fs.write_json(stage / RECORD, record)
@@ -83,6 +85,11 @@ def _model_card(composed: "Composed") -> str:
             for entry in experts_record(plan)
         ],
         "",
+        *(
+            [f"Weights and parameters differ between modules, see `{RECORD}`.", ""]
+            if plan.parts
+            else []
+        ),
         f"Formula: {plan.rule.spec.about.formula}",
         "",
     ]
@@ -109,6 +116,14 @@ def experts_record(plan: "Plan") -> list[dict[str, Any]]:
     return [
         {"ref": ref, "name": expert.name, "sha256": expert.digest, "weight": weight}
         for ref, expert, weight in zip(plan.refs, plan.experts, plan.rule.weights, strict=True)
+    ]
+
+
+def parts_record(plan: "Plan") -> list[dict[str, Any]]:
+    """Return the rules that differ between modules; weights in the order of the plan."""
+    return [
+        {"modules": list(names), "weights": list(rule.weights), "params": asdict(rule.params)}
+        for rule, names in plan.parts
     ]
 
 

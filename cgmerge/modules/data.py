@@ -5,7 +5,6 @@ tokens. See `formats` for the row formats and `encoding` for the tokens.
 """
 
 import csv
-import difflib
 import hashlib
 import io
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,7 +31,9 @@ from cgmerge.modules.formats import (
     Message,
     detect_format,
     examples_of,
+    missing_columns,
 )
+from cgmerge.nearest import nearest
 from cgmerge.tensorfile import read_small
 
 __all__ = [
@@ -117,7 +118,7 @@ def _collect(path: Path, rows: Iterable[tuple[int, _Row]], content: bytes) -> Da
     first = count = 0
     for number, row in rows:
         count += 1
-        name = detect_format(list(row), source=str(path), row=number)
+        name = _format_of(row, chosen, source=str(path), number=number)
         if chosen is None:
             chosen, first = name, number
         elif name != chosen:
@@ -140,6 +141,16 @@ def _collect(path: Path, rows: Iterable[tuple[int, _Row]], content: bytes) -> Da
         duplicates=len(examples) - len(distinct),
         sha256=hashlib.sha256(content).hexdigest(),
     )
+
+
+def _format_of(row: _Row, chosen: FormatName | None, *, source: str, number: int) -> FormatName:
+    """Name the format of a row; where the file's is known, what it lacks of that."""
+    columns = list(row)
+    fits = any(all(c in columns for c in needed) for needed in FORMATS.values())
+    if chosen is not None and not fits:
+        missing = [column for column in FORMATS[chosen] if column not in columns]
+        raise missing_columns(missing, columns, chosen, source=source, row=number)
+    return detect_format(columns, source=source, row=number)
 
 
 def _read_jsonl(content: bytes, source: str) -> Iterator[tuple[int, _Row]]:
@@ -239,7 +250,7 @@ def _near(path: Path) -> str | None:
     if not path.parent.is_dir():
         return f"the folder {path.parent} does not exist"
     names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
-    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
+    near = nearest(path.name, names, count=3)
     return f"similar: {', '.join(near)}" if near else None
 
 

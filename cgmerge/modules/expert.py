@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from cgmerge import strictjson
 from cgmerge.errors import Damaged, Incompatible, LimitExceeded, NotFound, Unsafe, readable
 from cgmerge.modules.adapter_config import MAX_RANK, AdapterConfig, parse_adapter_config
 from cgmerge.modules.base import Base, ModuleShape
 from cgmerge.modules.card import ExpertCard, read_card
-from cgmerge.refs import local_folder
+from cgmerge.refs import local_place
 from cgmerge.tensorfile import TensorFile, TensorInfo, read_small
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+COMPRESSED = ".cge"
+STATS = "cgmerge-stats"
 PREFIX = "base_model.model."
 MAX_HEADER_BYTES = 4 << 20
 MAX_TENSORS = 20_000
@@ -37,6 +39,29 @@ _PATH = re.compile(r"[\w\-]+(?:\.[\w\-]+)*")
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # Prefixes by which the same module is known in a checkpoint file and in the loaded model.
 _PREFIXES = ("", "transformer.", "model.")
+
+
+class Tensors(Protocol):
+    """Where an expert's tensors come from: a weights file, or a compressed one."""
+
+    path: Path
+
+    @property
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Return type and shape of every tensor."""
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of the file."""
+
+    def read(self, name: str) -> "torch.Tensor":
+        """Read one tensor."""
+
+    def sha256(self) -> str:
+        """Return the digest of the file."""
+
+    def close(self) -> None:
+        """Close the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +78,17 @@ class Pair:
 
 @dataclass(frozen=True)
 class Expert:
-    """One LoRA adapter folder.
+    """One LoRA adapter: a folder, or a compressed expert.
 
     Attributes:
         ref: What the user wrote.
         name: The skill from the card, else the folder's name.
-        folder: Absolute path.
+        folder: Absolute path of the folder, or of the `.cge` file.
         config: The checked adapter_config.json.
         card: expert.json, or None for an adapter from another tool.
-        digest: sha256 over weights and config.
         pairs: Module path (as in the model) to its factors.
+        file: Its tensors.
+        config_text: The bytes of the config, for the digest.
     """
 
     ref: str
@@ -71,14 +97,35 @@ class Expert:
     config: AdapterConfig
     card: ExpertCard | None
     pairs: dict[str, Pair]
-    file: TensorFile = field(repr=False)
+    file: "Tensors" = field(repr=False)
     warnings: tuple[str, ...] = ()
+    config_text: bytes = field(default=b"", repr=False)
 
     @cached_property
     def digest(self) -> str:
-        """Return the sha256 over both files that decide what the expert computes."""
-        config = hashlib.sha256(read_small(self.folder / CONFIG)).hexdigest()
+        """Return the sha256 over weights and config, which decide what the expert computes."""
+        config = hashlib.sha256(self.config_text).hexdigest()
         return hashlib.sha256(f"{self.file.sha256()}\n{config}\n".encode()).hexdigest()
+
+    @property
+    def compressed(self) -> bool:
+        """Whether it is a `.cge` file."""
+        return self.folder == self.file.path
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the bytes on disk of the file, or of the adapter's own files in its folder."""
+        if self.compressed:
+            return self.folder.stat().st_size
+        files = (entry for entry in self.folder.iterdir() if entry.is_file())
+        return sum(file.stat().st_size for file in files if not file.name.startswith(STATS))
+
+    @property
+    def stats_path(self) -> Path:
+        """Return where its statistics are kept: in its folder, or beside its file."""
+        if self.compressed:
+            return self.folder.with_name(f"{self.folder.name}.stats.safetensors")
+        return self.folder / f"{STATS}.safetensors"
 
     @property
     def ranks(self) -> list[int]:
@@ -173,10 +220,10 @@ class ExpertDeltas(Mapping[str, "LowRank"]):
 
 
 def open_expert(ref: str, *, base: Base | None = None) -> Expert:
-    """Open an adapter folder: headers, config and card; no weights are read.
+    """Open an adapter: headers, config and card; no weights are read.
 
     Args:
-        ref: A local folder, or `hf://user/repo[@revision]`.
+        ref: A local folder, a `.cge` file, or `hf://user/repo[@revision]`.
         base: Where known; a saved embedding is then refused with both vocabulary sizes.
 
     Raises:
@@ -185,18 +232,22 @@ def open_expert(ref: str, *, base: Base | None = None) -> Expert:
         Damaged: Truncated or altered files, values out of range, an adapter without tensors.
         Incompatible: Features that a plain LoRA delta cannot hold.
     """
-    folder = local_folder(ref, what="expert")
+    folder = local_place(ref, what="expert", suffix=COMPRESSED)
+    compressed = _compressed(folder)
+    if compressed is not None:
+        from cgmerge.modules.compress.opened import open_compressed
+
+        return open_compressed(compressed, ref)
     _check_present(folder)
-    raw = strictjson.loads_object(
-        read_small(folder / CONFIG, limit=1 << 20), source=str(folder / CONFIG)
-    )
+    text = read_small(folder / CONFIG, limit=1 << 20)
+    raw = strictjson.loads_object(text, source=str(folder / CONFIG))
     file = TensorFile(folder / WEIGHTS, max_header=MAX_HEADER_BYTES, max_tensors=MAX_TENSORS)
     try:
         if base is not None:
             _check_vocabulary(file, base)
         config = parse_adapter_config(raw, source=str(folder / CONFIG))
         card = read_card(folder)
-        pairs = _pair_up(file, config)
+        pairs = pair_up(file, config)
     except BaseException:
         file.close()
         raise
@@ -204,7 +255,12 @@ def open_expert(ref: str, *, base: Base | None = None) -> Expert:
     if (folder / "adapter_model.bin").exists():
         warnings = (f"{folder}: adapter_model.bin (pickle) is ignored",)
     name = readable(card.skill if card else folder.name, 200).replace("\n", " ")
-    return Expert(ref, name, folder, config, card, pairs, file, warnings)
+    return Expert(ref, name, folder, config, card, pairs, file, warnings, text)
+
+
+def is_adapter(place: Path) -> bool:
+    """Whether a folder or file looks like an adapter, compressed or not."""
+    return (place / CONFIG).exists() or _compressed(place) is not None
 
 
 def check_modules(expert: Expert, base: Base) -> dict[str, ModuleShape]:
@@ -304,8 +360,14 @@ def _check_present(folder: Path) -> None:
         raise NotFound(f"{folder} holds no {WEIGHTS}", code="expert", path=folder)
 
 
-def _pair_up(file: TensorFile, config: AdapterConfig) -> dict[str, Pair]:
-    """Check every tensor name and shape of the file and form the pairs."""
+def pair_up(file: Tensors, config: AdapterConfig) -> dict[str, Pair]:
+    """Check every tensor name and shape of a weights file and form the pairs.
+
+    Raises:
+        Damaged: No tensors, odd names, a factor without its other.
+        Incompatible: Features that a plain LoRA delta cannot hold, other types or ranks.
+        Unsafe: Full weights.
+    """
     if not file.infos:
         raise Damaged(f"{file.path} contains no tensors", code="empty", path=file.path)
     _check_names(file)
@@ -326,7 +388,7 @@ def _pair_up(file: TensorFile, config: AdapterConfig) -> dict[str, Pair]:
 
 
 def _pair(
-    path: str, factors: dict[str, tuple[str, TensorInfo]], config: AdapterConfig, file: TensorFile
+    path: str, factors: dict[str, tuple[str, TensorInfo]], config: AdapterConfig, file: Tensors
 ) -> Pair:
     if set(factors) != {"A", "B"}:
         raise Damaged(
@@ -348,11 +410,28 @@ def _pair(
             expected=claimed,
             found=rank,
         )
+    check_rank(file.path, path, rank)
+    return Pair(a_name, b_name, rank, b.shape[0], a.shape[1], config.scaling_of(path, rank))
+
+
+def check_rank(file: Path, path: str, rank: int) -> None:
+    """Refuse a rank that no adapter has.
+
+    Raises:
+        LimitExceeded: Beyond `MAX_RANK`.
+    """
     if rank > MAX_RANK:
         raise LimitExceeded(
-            f"{file.path}: module {path} has rank {rank}; the limit is {MAX_RANK}", code="rank"
+            f"{file}: module {path} has rank {rank}; the limit is {MAX_RANK}", code="rank"
         )
-    return Pair(a_name, b_name, rank, b.shape[0], a.shape[1], config.scaling_of(path, rank))
+
+
+def _compressed(place: Path) -> Path | None:
+    """Return the compressed file that a reference stands for, if it does."""
+    if place.is_file():
+        return place
+    inside = place / f"expert{COMPRESSED}"  # as in a repository on the hub, beside its card
+    return inside if inside.exists() and not (place / WEIGHTS).exists() else None
 
 
 def _check_vocabulary(file: TensorFile, base: Base) -> None:
@@ -378,7 +457,7 @@ def _check_vocabulary(file: TensorFile, base: Base) -> None:
             )
 
 
-def _check_names(file: TensorFile) -> None:
+def _check_names(file: Tensors) -> None:
     names = list(file.infos)
     odd = [name for name in names if len(name) > MAX_NAME or not name.isprintable()]
     if odd:

@@ -103,12 +103,41 @@ def detect_format(columns: Sequence[str], *, source: str, row: int) -> FormatNam
     for name, needed in FORMATS.items():
         if all(column in columns for column in needed):
             return name
+    found = ", ".join(columns) or "(none)"
+    for name, needed in FORMATS.items():
+        missing = [column for column in needed if column not in columns]
+        if len(missing) < len(needed):
+            raise missing_columns(missing, columns, name, source=source, row=row)
     known = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in FORMATS.items())
     raise DataError(
-        f"{source}, row {row}: no known format has the columns {', '.join(columns) or '(none)'}",
+        f"{source}, row {row}: no known format has the columns {found}",
         code="format",
         hint=f"rename the columns to one of: {known}",
         row=row,
+        found=list(columns),
+    )
+
+
+def missing_columns(
+    missing: Sequence[str], columns: Sequence[str], name: FormatName, *, source: str, row: int
+) -> DataError:
+    """Return the error for a row that lacks columns of a format.
+
+    Args:
+        missing: What the format needs and the row has not.
+        columns: What the row has.
+        name: The format.
+        source: What to call the file in messages.
+        row: The row's number, from 1.
+    """
+    words = "the column" if len(missing) == 1 else "the columns"
+    return DataError(
+        f"{source}, row {row}: {words} {', '.join(map(repr, missing))} of {name} rows"
+        f" {'is' if len(missing) == 1 else 'are'} missing; found {', '.join(columns) or '(none)'}",
+        code="column",
+        hint=f"rows of {name} have {', '.join(FORMATS[name])}; add or rename what is missing",
+        row=row,
+        expected=list(FORMATS[name]),
         found=list(columns),
     )
 

@@ -1,12 +1,12 @@
 """mergekit's YAML files, read as the composition they mean here.
 
 `read` is a pure function from the parsed file to a method with its parameters, weights and
-references; no file is opened. Where defaults differ (trim within tensors, weighted sums, rescaling
-of DARE) mergekit's meaning is kept: in float32 the numbers are those of mergekit 0.1.5. Whatever
-cannot be honoured is refused by its name, and so is what mergekit itself would silently ignore.
+references, for one tensor where they differ between tensors; no file is opened. Where defaults
+differ (trim within tensors, weighted sums, rescaling of DARE) mergekit's meaning is kept: in
+float32 the numbers are those of mergekit 0.1.5. Whatever cannot be honoured is refused by its
+name, and so is what mergekit itself would silently ignore.
 """
 
-import difflib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from cgmerge.modules.mergekit_table import (
     REFUSED_METHODS,
     Entry,
 )
+from cgmerge.nearest import nearest
 
 KEY = "merge_method"
 """What tells a mergekit file from a recipe of ours."""
@@ -41,6 +42,7 @@ class Reading:
         base: Reference of the base, or None where the file does not tell.
         dtype: Float type of what is written; `auto` where the file does not tell.
         notes: What is done otherwise than in mergekit, without effect on what is asked for.
+        varies: Whether weights or parameters are others for other tensors.
     """
 
     method: str
@@ -49,6 +51,23 @@ class Reading:
     base: str | None
     dtype: str
     notes: tuple[str, ...]
+    varies: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Where a value is asked for.
+
+    Attributes:
+        name: Of the weight, in the base; "" for no tensor in particular.
+        place: Of its layer, from 0 for the first to 1 for the last; 0 outside the layers.
+    """
+
+    name: str = ""
+    place: float = 0.0
+
+
+_ANYWHERE = Tensor()
 
 
 @dataclass
@@ -66,6 +85,8 @@ class _File:
         base_listed: Whether it is listed as a model.
         shared: Parameters at the top level.
         notes: Collected on the way.
+        tensor: For which tensor it is read.
+        varies: Whether some value is another one for other tensors.
     """
 
     source: str
@@ -77,6 +98,8 @@ class _File:
     base_listed: bool = False
     shared: Mapping[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    tensor: Tensor = _ANYWHERE
+    varies: bool = False
 
     def refuse(self, what: str, reason: str, hint: str | None = None) -> NoReturn:
         """Raise the error that names what cannot be honoured."""
@@ -84,10 +107,70 @@ class _File:
 
     def number(self, name: str, own: Mapping[str, Any], owner: str) -> float | None:
         """Return a parameter of one model, its own or the shared one; None when absent."""
-        value = own.get(name, self.shared.get(name))
+        value = self.find(name, (own, self.shared), owner)
+        return None if value is None else self._finite(name, value)
+
+    def flag(self, name: str) -> bool:
+        """Return a shared parameter that is true or false, or its default."""
+        value = self.find(name, (self.shared,), "parameters")
         if value is None:
-            return None
-        value = self.plain(name, value, owner)
+            return bool(self.entry.params[name])
+        # Numbers and the words of YAML 1.1, as mergekit's own reader takes them.
+        word = str(value).lower()
+        if word in (*_TRUE, "1", "1.0"):
+            return True
+        if word not in (*_FALSE, "0", "0.0"):
+            self.refuse(f"`{name}`", f"must be true or false, found {_shown(value)}")
+        return False
+
+    def find(self, name: str, scopes: Sequence[Mapping[str, Any]], owner: str) -> Any:
+        """Return what the first scope with a value for this tensor says; None when none has."""
+        for scope in scopes:
+            found = None if scope.get(name) is None else self.resolve(name, scope[name], owner)
+            if found is not None:
+                return found
+        return None
+
+    def resolve(self, name: str, value: Any, owner: str) -> Any:
+        """Return the value of a setting for this tensor, None where no filter matches it."""
+        if isinstance(value, dict):
+            value = [value]
+        if not isinstance(value, list):
+            return value
+        if not value or any(isinstance(item, list) for item in value):
+            self.refuse(f"`{name}` of {owner}", f"must be a number, found {_shown(value)}")
+        if isinstance(value[0], dict):
+            return self._filtered(name, value, owner)
+        return self._blended(name, value)
+
+    def _blended(self, name: str, values: Sequence[Any]) -> Any:
+        """Read a gradient: values at even distances, from the first layer to the last."""
+        if all(value == values[0] for value in values):
+            return values[0]
+        self.varies = True
+        position = self.tensor.place * (len(values) - 1)
+        low = int(position)
+        if all(isinstance(value, bool | str) for value in values):
+            return values[low]
+        share = position - low
+        numbers = [self._finite(name, value) for value in values]
+        return (1 - share) * numbers[low] + share * numbers[min(low + 1, len(values) - 1)]
+
+    def _filtered(self, name: str, value: Sequence[Any], owner: str) -> Any:
+        """Read a list of filters: the first whose words are in the tensor's name counts."""
+        for item in value:
+            if not isinstance(item, dict) or "value" not in item:
+                self.refuse(f"`{name}` of {owner}", "every entry of a list of filters has `value`")
+            self.only_known(item, {"filter", "value"}, f"{name} of {owner}")
+        for item in value:
+            words = item.get("filter")
+            if words in (None, "*") or (self.tensor.name and str(words) in self.tensor.name):
+                return self.resolve(name, item["value"], owner)
+            self.varies = True
+        # Outside of any tensor the last one stands for those that none matches.
+        return None if self.tensor.name else self.resolve(name, value[-1]["value"], owner)
+
+    def _finite(self, name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             self.refuse(f"`{name}`", f"must be a number, found {_shown(value)}")
         try:
@@ -98,72 +181,24 @@ class _File:
             self.refuse(f"`{name}`", f"must be finite, found {_shown(value)}")
         return number
 
-    def flag(self, name: str) -> bool:
-        """Return a shared parameter that is true or false, or its default."""
-        value = self.shared.get(name)
-        if value is None:
-            return bool(self.entry.params[name])
-        value = self.plain(name, value, "parameters")
-        # Numbers and the words of YAML 1.1, as mergekit's own reader takes them.
-        word = str(value).lower()
-        if word in (*_TRUE, "1", "1.0"):
-            return True
-        if word not in (*_FALSE, "0", "0.0"):
-            self.refuse(f"`{name}`", f"must be true or false, found {_shown(value)}")
-        return False
-
-    def plain(self, name: str, value: Any, owner: str) -> Any:
-        """Return the only value of a parameter; refuse one that differs between tensors."""
-        if not isinstance(value, list):
-            return value
-        first: Any = value[0] if value else None
-        if not value or isinstance(first, list):
-            self.refuse(f"`{name}` of {owner}", f"must be a number, found {_shown(value)}")
-        if isinstance(first, dict):
-            return self._filtered(name, value, owner)
-        if all(item == first for item in value):
-            return first
-        return self.refuse(
-            f"`{name}` of {owner}",
-            f"a gradient over the layers is not supported, found {_shown(value)}",
-            "give one number for all layers",
-        )
-
-    def _filtered(self, name: str, value: Sequence[Any], owner: str) -> Any:
-        for item in value:
-            if not isinstance(item, dict) or "value" not in item:
-                self.refuse(f"`{name}` of {owner}", "every entry of a list of filters has `value`")
-            self.only_known(item, {"filter", "value"}, f"{name} of {owner}")
-        first = value[0]
-        # Of a list of filters the first hit counts, and an entry without filter hits everything.
-        last = value[-1].get("filter") is None
-        if first.get("filter") is None or (
-            last and all(item["value"] == first["value"] for item in value)
-        ):
-            return self.plain(name, first["value"], owner)
-        return self.refuse(
-            f"`{name}` of {owner}",
-            "values that depend on the tensor's name (`filter`) are not supported",
-            "give one number for all tensors",
-        )
-
     def only_known(self, raw: Mapping[str, Any], known: Collection[str], where: str) -> None:
         """Refuse unknown keys, which mergekit ignores; suggest the nearest known one."""
         for key in raw:
             if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+                near = nearest(str(key), known)
                 hint = f"did you mean `{near[0]}`?" if near else f"known: {_listed(known)}"
                 self.refuse(
                     f"unknown key `{str(key)[:60]}` in {where}", "mergekit ignores it", hint
                 )
 
 
-def read(raw: Mapping[str, Any], source: str) -> Reading:
+def read(raw: Mapping[str, Any], source: str, tensor: Tensor = _ANYWHERE) -> Reading:
     """Read a mergekit file.
 
     Args:
         raw: The parsed file; it has the key `merge_method`.
         source: What to call it in messages.
+        tensor: For which tensor: gradients run over the layers, filters look at names.
 
     Returns:
         What to compose. References are as written: paths are not resolved.
@@ -172,7 +207,7 @@ def read(raw: Mapping[str, Any], source: str) -> Reading:
         UsageError: Something in it cannot be honoured, is unknown or malformed; the message names
             it.
     """
-    file = _opened(raw, source)
+    file = _opened(raw, source, tensor)
     _read_models(file, raw)
     least = file.entry.experts[0]
     most = file.entry.experts[1]
@@ -189,19 +224,20 @@ def read(raw: Mapping[str, Any], source: str) -> Reading:
     if file.entry.note:
         file.notes.append(file.entry.note)
     experts = tuple((ref, w) for (ref, _), w in zip(file.models, weights, strict=True))
-    return Reading(file.entry.name, params, experts, file.base, dtype, tuple(file.notes))
+    notes = tuple(file.notes)
+    return Reading(file.entry.name, params, experts, file.base, dtype, notes, file.varies)
 
 
-def _opened(raw: Mapping[str, Any], source: str) -> _File:
+def _opened(raw: Mapping[str, Any], source: str, tensor: Tensor) -> _File:
     """Check the top level and find the method."""
     method = raw[KEY]
-    file = _File(source, str(method), Entry(""))
+    file = _File(source, str(method), Entry(""), tensor=tensor)
     if isinstance(method, str) and method in REFUSED_METHODS:
         reason, hint = REFUSED_METHODS[method]
         file.refuse(f"merge_method `{method}`", reason, hint)
     if not isinstance(method, str) or method not in METHODS:
         known = [*METHODS, *REFUSED_METHODS]
-        near = difflib.get_close_matches(str(method), known, n=1, cutoff=0.5)
+        near = nearest(str(method), known)
         hint = f"did you mean `{near[0]}`?" if near else f"known: {_listed(METHODS)}"
         file.refuse(f"merge_method {_shown(method)}", "mergekit has no such method", hint)
     file.entry = METHODS[method]
@@ -396,8 +432,11 @@ def _weights(file: _File) -> list[float]:
 def _weight(file: _File, ref: str, own: Mapping[str, Any]) -> float:
     weight = file.number("weight", own, _shown(ref))
     if weight is None:
+        where = f" for {file.tensor.name}" if file.tensor.name else ""
         file.refuse(
-            f"`weight` of {_shown(ref)}", "is missing", "mergekit requires one for every model"
+            f"`weight` of {_shown(ref)}",
+            f"is missing{where}",
+            "mergekit requires one for every model and tensor",
         )
     return weight
 

@@ -30,7 +30,7 @@ from cgmerge.tensorfile import (
 if TYPE_CHECKING:
     import torch
 
-    from cgmerge.merge import Merger
+    from cgmerge.merge import AnyMerger
 
 _COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*")
 _NOT_COPIED = {
@@ -40,7 +40,7 @@ _NOT_COPIED = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Weight:
+class FileWeight:
     """One tensor of the result.
 
     Attributes:
@@ -58,7 +58,7 @@ class _Writer:
     """Adds the merged delta to the base, one file of it at a time."""
 
     def __init__(
-        self, plan: Plan, merger: "Merger", progress: Callable[[int], None] | None
+        self, plan: Plan, merger: "AnyMerger", progress: Callable[[int], None] | None
     ) -> None:
         import torch
 
@@ -69,9 +69,9 @@ class _Writer:
         self.progress = progress
         name = plan.recipe.dtype
         self.dtype: torch.dtype | None = None if name == "auto" else getattr(torch, name)
-        keys = _keys(plan)
+        keys = delta_keys(plan)
         self.splits_head = HEAD in keys
-        self.files = _layout(plan, keys, self.reader)
+        self.files = layout(plan, keys, self.reader)
         self.modules: dict[str, ModuleReport] = {}
         self.lost_sq: list[float] = []
         self.weight_map: dict[str, str] = {}
@@ -92,25 +92,25 @@ class _Writer:
             self.weight_map[name] = source.name
         self.size += size - len(header)
 
-    def _kept(self, weight: _Weight) -> "torch.dtype":
+    def _kept(self, weight: FileWeight) -> "torch.dtype":
         """Return the type that a tensor of the result has."""
         stored = torch_dtype(self.base.infos[weight.source].dtype)
         return stored if self.dtype is None or not stored.is_floating_point else self.dtype
 
-    def _chunks(self, header: bytes, weights: list[_Weight]) -> Iterator[bytes | memoryview]:
+    def _chunks(self, header: bytes, weights: list[FileWeight]) -> Iterator[bytes | memoryview]:
         yield header
         for weight in weights:
             parts = self._added(weight) if weight.key else self._copied(weight)
             for part in parts:
                 yield raw(part)
 
-    def _copied(self, weight: _Weight) -> "Iterator[torch.Tensor]":
+    def _copied(self, weight: FileWeight) -> "Iterator[torch.Tensor]":
         total = self.reader.count(weight.source)
         for first in range(0, total, CHUNK_ENTRIES):
             last = min(first + CHUNK_ENTRIES, total)
             yield self.reader.entries(weight.source, first, last).to(self._kept(weight))
 
-    def _added(self, weight: _Weight) -> "Iterator[torch.Tensor]":
+    def _added(self, weight: FileWeight) -> "Iterator[torch.Tensor]":
         """Yield base plus delta in the order of the file, and report on the module."""
         stored = torch_dtype(self.base.infos[weight.source].dtype)
         if not stored.is_floating_point:
@@ -124,7 +124,7 @@ class _Writer:
         norms: list[float] = []
         lost: list[float] = []
         place = 0
-        for delta in self._delta(weight):
+        for delta in pieces_of(self.merger, weight):
             yield self._sum(weight, place, delta, (norms, lost))
             place += delta.numel()
         if weight.key not in self.modules:  # a tied head that is stored again counts once
@@ -134,7 +134,7 @@ class _Writer:
             self.progress(len(self.modules))
 
     def _sum(
-        self, weight: _Weight, place: int, delta: "torch.Tensor", sums: tuple[list[float], ...]
+        self, weight: FileWeight, place: int, delta: "torch.Tensor", sums: tuple[list[float], ...]
     ) -> "torch.Tensor":
         """Add in float32 and round once; squares of the delta and of what was lost go to `sums`."""
         import torch
@@ -157,13 +157,19 @@ class _Writer:
                 squares.append(float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2)
         return rounded
 
-    def _delta(self, weight: _Weight) -> "Iterator[torch.Tensor]":
-        """Yield the merged delta of a weight, flattened as the file has it, in parts."""
-        if weight.transposed:
-            yield from self.merger.dense(weight.key).T.reshape(-1).split(CHUNK_ENTRIES)
-            return
-        for piece in self.merger.pieces(weight.key):
-            yield from piece.reshape(-1).split(CHUNK_ENTRIES)
+
+def pieces_of(merger: "AnyMerger", weight: FileWeight) -> "Iterator[torch.Tensor]":
+    """Yield the merged delta of a weight, flattened as the file has it, in parts.
+
+    Args:
+        merger: Knows the delta by the weight's key.
+        weight: From `layout`, with a key.
+    """
+    if weight.transposed:
+        yield from merger.dense(weight.key).T.reshape(-1).split(CHUNK_ENTRIES)
+        return
+    for piece in merger.pieces(weight.key):
+        yield from piece.reshape(-1).split(CHUNK_ENTRIES)
 
 
 def write_model(
@@ -183,8 +189,6 @@ def write_model(
         Incompatible: Quantized base, overflow, nothing changed, or most of it lost to rounding.
         Damaged: What was written does not read back the same.
     """
-    from cgmerge.merge import Merger
-
     base = plan.base
     assert base is not None
     if base.config.get("quantization_config"):
@@ -193,7 +197,7 @@ def write_model(
             code="quantized_base",
             hint="use the 16-bit base the quantized one was made from, or compose --as adapter",
         )
-    writer = _Writer(plan, Merger(plan.rule, plan.deltas, ids=plan.ids, stats=plan.stats), progress)
+    writer = _Writer(plan, plan.merger(), progress)
     for source in sorted(writer.files):
         writer.write_file(source, stage)
     total = math.sqrt(sum(report.norm**2 for report in writer.modules.values()))
@@ -206,7 +210,7 @@ def write_model(
     return writer.modules, rounding
 
 
-def _keys(plan: Plan) -> dict[str, tuple[str, bool]]:
+def delta_keys(plan: Plan) -> dict[str, tuple[str, bool]]:
     """Return weight name to (what the deltas call it, whether the file has it transposed)."""
     base = plan.base
     assert base is not None
@@ -221,20 +225,20 @@ def _keys(plan: Plan) -> dict[str, tuple[str, bool]]:
     return found
 
 
-def _layout(
+def layout(
     plan: Plan, keys: dict[str, tuple[str, bool]], reader: WeightReader
-) -> dict[Path, dict[str, _Weight]]:
+) -> dict[Path, dict[str, FileWeight]]:
     """Return every file of the base with the tensors that it holds in the result."""
     base = reader.model
-    weights = {name: _Weight(name, *keys.get(name, ())) for name in base.infos}
+    weights = {name: FileWeight(name, *keys.get(name, ())) for name in base.infos}
     files = dict(base.files)
     if base.embedding is not None:
         if HEAD in keys and HEAD not in weights:  # it has been split off
-            weights[HEAD] = _Weight(base.embedding, *keys[HEAD])
+            weights[HEAD] = FileWeight(base.embedding, *keys[HEAD])
             files[HEAD] = files[base.embedding]
         elif plan.has_full and HEAD not in keys and HEAD in weights and shares_head(reader):
             weights[HEAD] = weights[base.embedding]  # it is stored again, and stays the same
-    found: dict[Path, dict[str, _Weight]] = {}
+    found: dict[Path, dict[str, FileWeight]] = {}
     for name, path in files.items():
         found.setdefault(path, {})[name] = weights[name]
     return found

@@ -1,9 +1,8 @@
 """Recipes: what to compose, as a request in memory, a YAML file, or the record of a result."""
 
-import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -11,13 +10,24 @@ from typing import Any, Literal, TypeVar, cast
 from cgmerge.errors import Incompatible, UsageError
 from cgmerge.modules import mergekit
 from cgmerge.modules.recipefile import is_recipe_name, located_base, located_ref, read_mapping
+from cgmerge.nearest import nearest
 from cgmerge.refs import parse_weighted
 
 T = TypeVar("T")
 RECORD = "cgmerge.json"
 SCHEMA = "cgmerge.composition/1"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_KEYS = {"base", "experts", "method", "params", "output", "force_base", "allow_noop", "tuning"}
+_KEYS = {
+    "base",
+    "experts",
+    "method",
+    "params",
+    "output",
+    "force_base",
+    "allow_noop",
+    "tuning",
+    "parts",
+}
 _OUTPUT_KEYS = {"as", "rank", "dtype", "allow_rounding"}
 # What a record says about the result; not part of the request.
 _RESULT_KEYS = ("result", "versions", "warnings")
@@ -31,6 +41,18 @@ class ExpertRef:
     ref: str
     weight: float | None = None
     sha256: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Another rule for some modules: weights in the order of the experts, and all parameters."""
+
+    modules: tuple[str, ...]
+    weights: tuple[float, ...]
+    params: Mapping[str, Any]
+
+
+ByTensor = Callable[[mergekit.Tensor], tuple[tuple[float, ...], Mapping[str, Any]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +74,9 @@ class Recipe:
         tuning: Of a record: how its parameters were chosen; passed on, never acted upon.
         folder: Of a record: where its references are looked up when the current folder has none.
         notes: What the user should know about how a file of another program was read.
+        parts: Modules with weights and parameters of their own.
+        by_tensor: What gives weights and parameters of a tensor, where they differ.
+        overrides: Parameters that hold for all tensors, whatever `by_tensor` says.
     """
 
     experts: tuple[ExpertRef, ...]
@@ -68,6 +93,9 @@ class Recipe:
     tuning: Mapping[str, Any] | None = None
     folder: Path | None = None
     notes: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
+    by_tensor: ByTensor | None = field(default=None, compare=False)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -135,6 +163,9 @@ def read_recipe(path: Path) -> Recipe:
         allow_rounding=_take(output, "allow_rounding", bool, path, default=False),
         tuning=_take(raw, "tuning", dict, path),
         folder=path.parent if recorded else None,
+        parts=tuple(
+            _part(item, len(refs), path) for item in _take(raw, "parts", list, path, default=[])
+        ),
     )
 
 
@@ -169,6 +200,11 @@ def _from_mergekit(raw: Mapping[str, Any], path: Path) -> Recipe:
     """Return the recipe of a mergekit file: a full model, as there, where the base is known."""
     found = mergekit.read(raw, str(path))
     notes = found.notes
+
+    def by_tensor(tensor: mergekit.Tensor) -> tuple[tuple[float, ...], Mapping[str, Any]]:
+        at = mergekit.read(raw, str(path), tensor)
+        return tuple(weight for _, weight in at.experts), at.params
+
     if found.base is None:
         notes = (*notes, "the file names no base: an adapter is written, not a full model")
     return Recipe(
@@ -179,7 +215,26 @@ def _from_mergekit(raw: Mapping[str, Any], path: Path) -> Recipe:
         form="adapter" if found.base is None else "model",
         dtype=found.dtype,
         notes=notes,
+        by_tensor=by_tensor if found.varies else None,
     )
+
+
+def _part(entry: Any, experts: int, path: Path) -> Part:
+    if not isinstance(entry, dict):
+        raise UsageError(f"{path}: a part is a mapping, found {_shown(entry)}", code="recipe")
+    _only_known(entry, {"modules", "weights", "params"}, f"{path}: parts")
+    modules = _take(entry, "modules", list, path, default=[])
+    weights = _take(entry, "weights", list, path, default=[])
+    if not modules or not all(isinstance(name, str) for name in modules):
+        raise UsageError(f"{path}: a part names its modules", code="recipe")
+    if len(weights) != experts or not all(_is_finite(weight) for weight in weights):
+        raise UsageError(
+            f"{path}: a part has one finite weight for each of {experts} experts,"
+            f" found {_shown(weights)}",
+            code="weights",
+        )
+    params = _take(entry, "params", dict, path, default={})
+    return Part(tuple(modules), tuple(float(weight) for weight in weights), params)
 
 
 def _expert(entry: Any, path: Path, *, recorded: bool) -> ExpertRef:
@@ -244,7 +299,7 @@ def _only_known(raw: Mapping[str, Any], known: set[str], source: str) -> None:
         )
     for key in raw:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            near = nearest(str(key), known)
             raise UsageError(
                 f"{source}: unknown key `{str(key)[:60]}`",
                 code="recipe",

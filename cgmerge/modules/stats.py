@@ -8,7 +8,7 @@ expert, the base and the data it belongs to; `compose` picks it up from there.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,9 +27,10 @@ from cgmerge.tensorfile import TensorFile
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Kind = Literal["gram", "fisher"]
+Kind = Literal["gram", "fisher", "layerwise"]
 KINDS: tuple[Kind, ...] = ("gram", "fisher")
-FILE = "cgmerge-stats.safetensors"
+"""What one expert alone has; `layerwise` belongs to several, see `layerstats`."""
+
 SCHEMA = "cgmerge.stats/1"
 BATCH = 8
 
@@ -80,12 +81,23 @@ def collect(
     """
     deltas = expert.deltas(loaded.base, force_base=force_base)
     result = Statistics(rows=len(rows), tokens=sum(map(len, rows)))
-    with _frozen(loaded.model), attached(loaded.model, deltas):
+    with frozen(loaded.model), attached(loaded.model, deltas):
         if "gram" in kinds:
-            result.grams.update(_grams(loaded.model, list(deltas), rows, progress))
+            result.grams.update(input_grams(loaded.model, list(deltas), rows, progress))
         if "fisher" in kinds:
             result.fishers.update(_fishers(loaded.model, list(deltas), rows, progress))
-    for name, tensor in (*result.grams.items(), *result.fishers.items()):
+    check_finite(result.grams)
+    check_finite(result.fishers)
+    return result
+
+
+def check_finite(found: Mapping[str, Tensor]) -> None:
+    """Refuse statistics that are not finite.
+
+    Raises:
+        Damaged: NaN or infinity.
+    """
+    for name, tensor in found.items():
         if not torch.isfinite(tensor).all():
             raise Damaged(
                 f"the statistics of {name} are not finite",
@@ -93,20 +105,26 @@ def collect(
                 hint="the base or the expert gives NaN or infinity on this data",
                 tensor=name,
             )
-    return result
 
 
 def write_stats(
-    path: Path, found: Statistics, expert: Expert, loaded: LoadedBase, data: Sequence[str]
+    path: Path,
+    found: Statistics,
+    expert: Expert,
+    loaded: LoadedBase,
+    data: Sequence[str],
+    *,
+    along: Mapping[str, Any] | None = None,
 ) -> None:
     """Write statistics with the digests of everything they depend on.
 
     Args:
-        path: Usually `FILE` in the expert's folder; replaced atomically.
+        path: Usually the expert's `stats_path`; replaced atomically.
         found: From `collect`.
         expert: What was attached.
         loaded: The base.
         data: sha256 of every data file.
+        along: Of layerwise statistics: the merge they belong to.
     """
     tensors: dict[str, Tensor] = {}
     shared: dict[str, str] = {}
@@ -128,8 +146,16 @@ def write_stats(
         "tokens": found.tokens,
         "shared": shared,
     }
+    if along is not None:
+        content["along"] = dict(along)
     text = json.dumps(content, sort_keys=True)
     fs.replace_tensors(path, tensors, {"cgmerge": text})
+
+
+def path_of(expert: Expert, kind: str) -> Path:
+    """Return where a kind of statistics of an expert is kept."""
+    path = expert.stats_path
+    return path.with_stem(f"{path.stem}-layerwise") if kind == "layerwise" else path
 
 
 class StatsFile(Mapping[str, Tensor]):
@@ -162,9 +188,9 @@ class StatsFile(Mapping[str, Tensor]):
                 expected=expert.digest,
                 found=self.content["expert"],
             )
-        mark = f"{kind}."
+        mark = "fisher." if kind == "fisher" else "gram."
         own = {n.removeprefix(mark): n for n in self.file.infos if n.startswith(mark)}
-        shared = self.content["shared"] if kind == "gram" else {}
+        shared = {} if kind == "fisher" else self.content["shared"]
         self.names = own | {name: own[owner] for name, owner in shared.items() if owner in own}
         if not own:
             raise NotFound(f"{path} holds no {kind} statistics", code="stats", path=path)
@@ -189,12 +215,34 @@ class StatsFile(Mapping[str, Tensor]):
         return len(self.names)
 
 
-def _grams(
+class _Enough(Exception):
+    """What is wanted of a forward pass has been seen."""
+
+
+def _stop(*_args: object) -> None:
+    raise _Enough
+
+
+def input_grams(
     model: "PreTrainedModel",
     names: Sequence[str],
     rows: Sequence[Encoded],
     progress: Callable[[int], None] | None,
+    *,
+    last: str | None = None,
 ) -> dict[str, Tensor]:
+    """Run rows through a model and return XᵀX / tokens of the inputs of modules, float32.
+
+    Args:
+        model: As it is, with whatever is attached.
+        names: Its modules; those that read the same input share one tensor.
+        rows: From `encode_all`; padding is left out.
+        progress: Called with the number of examples just finished.
+        last: A module after which a pass may end.
+
+    Raises:
+        Incompatible: A module that gets no input.
+    """
     sums: dict[str, Tensor] = {}
     owners: dict[str, str] = {}
     seen: dict[int, str] = {}
@@ -216,6 +264,8 @@ def _grams(
 
     modules = dict(model.named_modules())
     handles = [modules[name].register_forward_pre_hook(watch(name)) for name in names]
+    if last is not None:
+        handles.append(modules[last].register_forward_hook(_stop))
     try:
         with torch.no_grad():
             for start in range(0, len(rows), BATCH):
@@ -224,7 +274,8 @@ def _grams(
                 part = rows[start : start + BATCH]
                 ids, mask = _padded(part, model.device)
                 valid = mask.reshape(-1).bool()
-                model(input_ids=ids, attention_mask=mask, use_cache=False)
+                with suppress(_Enough):
+                    model(input_ids=ids, attention_mask=mask, use_cache=False)
                 if progress:
                     progress(len(part))
     finally:
@@ -309,8 +360,8 @@ def _check_reached(names: Sequence[str], reached: Mapping[str, object]) -> None:
 
 
 @contextmanager
-def _frozen(model: "PreTrainedModel") -> Iterator[None]:
-    """No gradients for the base, no dropout; both as before afterwards."""
+def frozen(model: "PreTrainedModel") -> Iterator[None]:
+    """No gradients for a model, no dropout; both as before afterwards."""
     training = model.training
     before = [(p, p.requires_grad) for p in model.parameters()]
     model.eval()

@@ -70,4 +70,4 @@ def test_scores_identical_to_the_base_are_refused(shelf, tmp_path, capsys):
 @pytest.mark.parametrize("option", ["--adapter", "--exprt", "--peft"])
 def test_a_misspelt_option_is_an_error(shelf, capsys, option):
     assert run(shelf, option, str(shelf / "expert1")) == 2
-    assert "No such option" in capsys.readouterr().err
+    assert "no such option" in capsys.readouterr().err

@@ -43,6 +43,46 @@ def test_json_failure_is_the_last_line_of_stderr(run, tmp_path):
         assert error["schema"] == "cgmerge.error/1"
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["compose", "a", "--scale", "abc"], "--scale must be a number, found 'abc'"),
+        (["compose", "a", "--scale=1,5"], "--scale must be a number, found '1,5'"),
+        (["compose", "a", "--budget", "2.5"], "--budget must be a whole number, found '2.5'"),
+        (
+            ["compose", "a", "--budget", "0"],
+            "--budget must be greater than or equal to 1, found '0'",
+        ),
+        (
+            ["stats", "a", "--base", "b", "--data", "c", "--kind", "k" * 99],
+            f"--kind must be one of 'all', 'gram', 'fisher', 'layerwise', found '{'k' * 59}…",
+        ),
+        (["train", "--lr", "fast"], "--lr must be a number, found 'fast'"),
+        (["train", "--learning-rate", "fast"], "--learning-rate must be a number, found 'fast'"),
+        (["compose", "a", "--rank", "x"], "at least 1, `exact` or `auto`, found 'x'"),
+        (["compose", "a", "--sclae", "3"], "no such option: --sclae"),
+        (["compoze"], "no such command 'compoze'. Did you mean 'compose'?"),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_value_and_what_it_takes(run, words, message):
+    code, out, err = run(*words, *(["-o", "x"] if words[0] == "compose" else []))
+    assert code == 2
+    assert err.startswith("error: ")
+    assert message in err
+    code, out, err = run(*words, *(["-o", "x"] if words[0] == "compose" else []), "--json")
+    assert code == 2
+    assert out == ""
+    if words[0] != "compoze":
+        assert message in json.loads(err)["message"]
+
+
+def test_no_words_at_all_print_the_help(run):
+    code, out, err = run()
+    assert code == 2
+    assert "compose" in out
+    assert err == ""
+
+
 def test_error_for_people_has_message_and_hint(run, experts):
     code, out, err = run("compose", experts / "E1", "-m", "tise", "-o", experts / "x")
     assert code == 2
@@ -238,6 +278,8 @@ def test_output_keeps_stdout_for_data(capsys):
     voice.table(["a", "b"], [["x", "1"], ["long", "22"]])
     captured = capsys.readouterr()
     assert captured.out == "a      b\nx      1\nlong  22\n"
+    voice.table(["a", "b"], [["x", "one"], ["long", "y"]], words=True)
+    assert capsys.readouterr().out == "a     b\nx     one\nlong  y\n"
     assert "plan     something" in captured.err
     assert "warning: careful" in captured.err
     assert voice.warnings == ["careful"]
@@ -269,24 +311,30 @@ def test_progress_without_a_terminal_is_plain_lines(capsys, monkeypatch):
     with voice.progress("merge", 3) as advance:
         for done in (1, 2, 3):
             advance(done, note="loss 1")
-    assert capsys.readouterr().err.splitlines() == ["merge    3/3, 0 s left, loss 1"]
+    assert capsys.readouterr().err.splitlines() == ["merge    3/3, 0 s, loss 1"]
     clock = iter(range(0, 1000, 11))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    with voice.progress("merge", 2) as advance:
+    with voice.progress("merge", 3) as advance:
         advance(1)
-    assert "1/2, 11 s left" in capsys.readouterr().err
+        assert capsys.readouterr().err == "merge    1/3\n"
+        advance(2)
+        assert capsys.readouterr().err == "merge    2/3, 11 s left\n"
     with Output(quiet=True).progress("merge", 1) as advance:
         advance(1)
     assert capsys.readouterr().err == ""
 
 
 def test_progress_that_goes_on_counts_only_its_own_speed(capsys, monkeypatch):
-    """Two steps in 22 s after 96 old ones: two more take 22 s, not half a second."""
-    clock = iter([0.0, 22.0])
+    """The second step took 22 s after 96 old ones: two more take 44 s, not half a second.
+
+    The first took 300 s to warm up, which says nothing about the others.
+    """
+    clock = iter([0.0, 300.0, 322.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     with Output().progress("train", 100, start=96) as advance:
+        advance(97)
         advance(98)
-    assert capsys.readouterr().err == "train    98/100, 22 s left\n"
+    assert capsys.readouterr().err == "train    97/100\ntrain    98/100, 44 s left\n"
 
 
 @pytest.mark.parametrize("start", [0, 96])

@@ -88,7 +88,7 @@ def test_references(attack, ref):
         ([*TWO, "--set", "density=1", "--set", "density=1"], 2, "given twice"),
         ([*ONE, "--base", "E2"], 3, "is a LoRA adapter, not a base model"),
         (["compose", "E1", "nested.yml", "-o", "out"], 2, "no such expert: nested.yml"),
-        (["compose", "-o", "out"], 2, "Missing argument"),
+        (["compose", "-o", "out"], 2, "missing argument"),
         (["compose", "E1"], 2, "add -o OUT"),
         (["methods", "x" * 100_000], 2, "unknown method"),
         (["methods", "ties\n"], 2, "did you mean `ties`?"),

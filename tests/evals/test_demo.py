@@ -10,7 +10,7 @@ from cgmerge.evals import demo
 from cgmerge.evals.record import load_record
 from cgmerge.evals.sweep import Candidate, best, group_scores, merge_in_memory, sweep
 from cgmerge.evals.tasks import chains
-from cgmerge.merge import merge_state_dicts
+from cgmerge.merge import merge_state_dicts, pad_rank
 
 
 @pytest.mark.slow
@@ -78,11 +78,43 @@ def factors(tiny, tmp_path, count=2):
 
 def test_merge_in_memory_is_the_merge(tiny, tmp_path):
     experts = factors(tiny, tmp_path)
-    merged = merge_in_memory(experts, "task-arithmetic", {})
+    merged = merge_in_memory(experts, "task-arithmetic", {}, ids=["a", "b"])
     dense = [{path: delta.dense() for path, delta in one.items()} for one in experts]
     expected = merge_state_dicts("task-arithmetic", dense)
     for path, delta in merged.items():
         assert torch.allclose(delta.dense(), expected[path], atol=1e-5)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("method", "params"),
+    [("dare", {"drop": 0.7}), ("della", {}), ("dare-ties", {"seed": 3}), ("slerp", {"t": 0.2})],
+)
+def test_what_is_swept_or_tuned_is_what_compose_writes(tiny, tmp_path, method, params, turned):
+    """Random rules draw by digest, sums are made in one order: the bits are the same."""
+    from dataclasses import asdict
+
+    from cgmerge.evals.tune import Search
+    from cgmerge.modules.compose import make_plan, run_plan
+    from cgmerge.modules.expert import open_expert
+    from cgmerge.modules.recipe import ExpertRef, Recipe
+
+    experts = factors(tiny, tmp_path)
+    folders = [tmp_path / "s0", tmp_path / "s1"]
+    if turned:
+        experts, folders = experts[::-1], folders[::-1]
+    ids = [open_expert(str(folder)).digest for folder in folders]
+    swept = merge_in_memory(experts, method, params, ids=ids)
+    refs = tuple(ExpertRef(str(folder)) for folder in folders)
+    plan = make_plan(Recipe(experts=refs, method=method, params=params, base="tiny"))
+    run_plan(plan, tmp_path / "out")
+    written = open_expert(str(tmp_path / "out")).deltas()
+    tuned = Search(plan, tiny, [], 1, None).merge(asdict(plan.rule.params))
+    assert set(swept) == set(tuned) == set(written)
+    for path, delta in written.items():
+        for found in (swept[path], tuned[path]):
+            assert torch.equal(pad_rank(found, plan.rank).a, delta.a)
+            assert torch.equal(pad_rank(found, plan.rank).b, delta.b)
 
 
 def test_sweep_scores_every_candidate_and_scale_zero_is_the_base(tiny, tmp_path):
@@ -96,7 +128,7 @@ def test_sweep_scores_every_candidate_and_scale_zero_is_the_base(tiny, tmp_path)
     examples = tuple(Example(row["prompt"], row["completion"]) for row in rows)
     skills = [SkillSet("base", examples)]
     candidates = [Candidate("task-arithmetic", (), scale) for scale in (0.0, 0.1, 30.0)]
-    found = sweep(tiny, factors(tiny, tmp_path), candidates, skills)
+    found = sweep(tiny, factors(tiny, tmp_path), candidates, skills, ids=["a", "b"])
     groups = {"all": ("base",)}
     scores = [group_scores(found, c.name, groups)["all"] for c in candidates]
     plain = evaluate_targets(tiny, [], skills, Settings())

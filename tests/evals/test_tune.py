@@ -136,7 +136,7 @@ class _Plan:
 
 
 def search(monkeypatch, truth, method="ties", budget=16, given=None):
-    found = tune._Search(_Plan(method, given or {}), None, [], budget, None)
+    found = tune.Search(_Plan(method, given or {}), None, [], budget, None)
     monkeypatch.setattr(found, "score", lambda params: tune.Trial(params, truth(params), 0.0, {}))
     found.run()
     return found
@@ -202,7 +202,7 @@ def test_scales_share_one_merge(place, monkeypatch):
     monkeypatch.setattr(cgmerge.merge, "Merger", count)
     refs = tuple(ExpertRef(str(place / name)) for name in ("e1", "e2"))
     plan = make_plan(Recipe(experts=refs, method="ties", base="tiny"))
-    found = tune._Search(plan, None, [], 16, None)
+    found = tune.Search(plan, None, [], 16, None)
     start = {"density": 0.2, "trim": "global", "tie": "zero"}
     one = found.merge({**start, "scale": 1.0})
     half = found.merge({**start, "scale": 0.5})

@@ -131,3 +131,30 @@ def test_rank_rules():
     assert plan_rank(make_rule("linear", 3), big, "auto") == 64
     with pytest.raises(UsageError, match="entry by entry"):
         plan_rank(make_rule("ties", 2), [one, two], "exact")
+
+
+@pytest.mark.parametrize(("out", "into"), [(300, 500), (500, 300)])
+@pytest.mark.parametrize("guess", ["good", "zero", "wrong", "none"])
+def test_the_iteration_ends_near_the_optimum_from_any_start(out, into, guess):
+    generator = torch.Generator().manual_seed(2)
+    values = torch.linspace(1.0, 0.2, 300)  # falls slowly: the hard case
+    left = torch.linalg.qr(torch.randn(out, 300, generator=generator)).Q
+    right = torch.linalg.qr(torch.randn(into, 300, generator=generator)).Q
+    matrix = (left * values) @ right.T
+    rows = {
+        "good": right[:, :16].T,
+        "zero": torch.zeros(16, into),
+        "wrong": right[:, -16:].T,
+        "none": matrix.new_zeros(0, into),
+    }[guess]
+    result = truncate_dense(matrix, 8, rows)
+    gap = float((dense64(result.delta) - matrix.double()).square().sum())
+    assert result.delta.shape == (out, into)
+    assert result.error_sq == pytest.approx(gap, rel=1e-4)
+    assert gap <= 1.01 * float(values[8:].square().sum())
+
+
+def test_small_matrices_are_cut_exactly():
+    matrix = torch.randn(200, 900, generator=torch.Generator().manual_seed(5))
+    result = truncate_dense(matrix, 8, matrix.new_zeros(0, 900))
+    assert result.error_sq == pytest.approx(tail(matrix, 8), rel=1e-6)

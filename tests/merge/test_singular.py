@@ -13,7 +13,8 @@ SHAPES = {"m": (14, 17), "n": (20, 15)}
 RANKS = (2, 4, 3)
 CASES = [
     ("tsv", {}),
-    ("iso-c", {"flatten": 1.0}),
+    ("iso-c", {}),
+    ("iso-c", {"flatten": 0.5}),
     ("iso-c", {"rank": 4}),
     ("iso-cts", {"common": 0.4}),
     ("wudi", {}),
@@ -156,9 +157,9 @@ def test_against_references_on_lora(name, seed):
         return merge_state_dicts(method, plain, params=params)[name]
 
     assert gap(of("tsv"), reference_tsv(matrices, RANKS)) < 1e-9
-    assert gap(of("iso-c", flatten=1), reference_iso_c(matrices, 9)) < 1e-9
+    assert gap(of("iso-c"), reference_iso_c(matrices, 9)) < 1e-9
     assert gap(of("iso-c", flatten=0), sum(matrices)) < 1e-9
-    assert gap(of("iso-cts", common=0.4, flatten=1), reference_iso_cts(matrices, 9, 0.4)) < 1e-9
+    assert gap(of("iso-cts", common=0.4), reference_iso_cts(matrices, 9, 0.4)) < 1e-9
     assert gap(of("wudi"), reference_wudi(matrices)) < 1e-8
     found = of("wudi", form="filtered", ratio=1.0, steps=2)
     assert gap(found, reference_flow(matrices, 2)) < 1e-8
@@ -181,8 +182,8 @@ def test_against_references_on_full_matrices():
         return merge_state_dicts(method, experts, params=params)["w"]
 
     assert gap(of("tsv"), reference_tsv(matrices, (2, 2, 2))) < 1e-9
-    assert gap(of("iso-c", flatten=1), reference_iso_c(matrices, 7)) < 1e-9
-    assert gap(of("iso-cts", common=0.5, flatten=1), reference_iso_cts(matrices, 7, 0.5)) < 1e-9
+    assert gap(of("iso-c"), reference_iso_c(matrices, 7)) < 1e-9
+    assert gap(of("iso-cts", common=0.5), reference_iso_cts(matrices, 7, 0.5)) < 1e-9
     assert gap(of("wudi"), reference_wudi(matrices)) < 1e-8
     assert gap(of("cart", ratio=0.3), reference_cart(matrices, 0.3, 1, 7)) < 1e-9
 
@@ -218,10 +219,10 @@ DIAG = (np.diag([3.0, 0.0]), np.diag([0.0, 1.0]))
     ("method", "params", "expected"),
     [
         ("task-arithmetic", {}, [3, 1]),
-        ("iso-c", {"flatten": 1.0}, [2, 2]),
+        ("iso-c", {}, [2, 2]),
         ("iso-c", {"flatten": 0.5}, [2.5, 1.5]),
         ("iso-c", {"rank": 1}, [3, 0]),  # the rank-1 SVD of the sum
-        ("iso-cts", {"common": 1.0, "flatten": 1.0}, [2, 2]),
+        ("iso-cts", {"common": 1.0}, [2, 2]),
         ("tsv", {}, [3, 1]),
         ("wudi", {}, [3, 1]),
         ("wudi", {"form": "filtered"}, [3, 1]),
@@ -236,7 +237,7 @@ def test_shared_hand_numbers(method, params, expected):
 
 def test_iso_cts_hand_numbers():
     # Nothing common: each expert gives its top direction; values are their mean.
-    found = merged("iso-cts", *DIAG, common=0.0, flatten=1.0)
+    found = merged("iso-cts", *DIAG, common=0.0)
     assert torch.allclose(found, torch.diag(torch.tensor([2.0, 2.0]).double()), atol=1e-12)
 
 
@@ -244,15 +245,22 @@ def test_wudi_hand_numbers():
     assert torch.allclose(merged("wudi", [[1, 0]], [[1, 1]]), torch.ones(1, 2).double())
 
 
-def test_iso_keeps_the_nuclear_norm_and_leaves_a_little_order():
+def test_iso_keeps_the_nuclear_norm_and_may_leave_a_little_order():
     sums = sum(expert["w"] for expert in full())
-    found = merge_state_dicts("iso-c", full())["w"]
+    found = merge_state_dicts("iso-c", full(), params={"flatten": 0.99})["w"]
     values, before = torch.linalg.svdvals(found), torch.linalg.svdvals(sums)
     assert float(values.sum()) == pytest.approx(float(before.sum()))
     assert torch.allclose(values, 0.99 * before.mean() + 0.01 * before, atol=1e-10)
     # A lower rank therefore keeps the leading directions of the sum.
     lead = torch.linalg.svd(sums).U[:, :2]
     assert torch.linalg.norm(lead.T @ torch.linalg.svd(found).U[:, :2]) ** 2 == pytest.approx(2)
+
+
+@pytest.mark.parametrize("method", ["iso-c", "iso-cts"])
+def test_only_iso_at_its_default_has_no_leading_directions(method):
+    assert make_rule(method, 2).even
+    assert not make_rule(method, 2, params={"flatten": 0.99}).even
+    assert not make_rule("tsv", 2).even
 
 
 def rotations(shape, seed):

@@ -87,7 +87,7 @@ def test_a_wrong_first_bracket_is_corrected():
     # The sample is tiny numbers, the data are large: the first bracket misses.
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(64, 300, generator=generator) * 100
-    search = sparsify._Search(1000, double=False)
+    search = sparsify.Search(1000, double=False)
     search.narrow_by_sample(torch.full((200,), 1e-6), 1000 / (64 * 300))
     for _ in range(6):
         if search.done:
@@ -119,3 +119,17 @@ def test_the_sampled_path_is_exact():
     limit = matrix.abs().flatten().sort(descending=True).values[kept - 1]
     assert int((found != 0).sum()) == kept
     assert torch.equal(found.reshape(matrix.shape), matrix * (matrix.abs() >= limit))
+
+
+def test_a_thousand_searches_share_the_memory_of_four():
+    flat = torch.randn(64, generator=torch.Generator().manual_seed(3))
+    many = [sparsify.Search(13, double=False, together=1000) for _ in range(1000)]
+    assert (
+        sum(search.histogram.nbytes for search in many)
+        <= 4 * sparsify.Search(1, double=False).histogram.nbytes
+    )
+    search = many[0]
+    while not search.done:
+        search.count(flat.reshape(8, 8), 0)
+        search.narrow()
+    assert search.cut(None).value == flat.abs().sort(descending=True).values[12]

@@ -527,3 +527,29 @@ def test_the_page_of_fisher_promises_no_exact_rank(run):
     assert "whole matrices" in text
     assert "exact at --rank exact" not in text
     assert "exact at --rank exact" in run("methods", "tsv")[1]
+
+
+def test_slerp_keeps_the_order_of_the_experts_and_its_record_repeats_it(experts):
+    """t is the way from the first expert to the second, whatever their contents hash to."""
+    e1, e2 = experts / "E1", experts / "E2"
+    for name, pair, t in (("a", (e1, e2), 0.2), ("b", (e2, e1), 0.8), ("c", (e2, e1), 0.2)):
+        composed(experts / name, *pair, method="slerp", params={"t": t})
+    a, b, c = (support.dense_deltas(experts / name) for name in "abc")
+    assert support.relative(a, support.dense_deltas(e1)) < support.relative(
+        a, support.dense_deltas(e2)
+    )
+    assert support.relative(a, b) < 1e-6
+    assert support.relative(c, a) > 0.1
+    for name in "ac":
+        run_plan(make_plan(read_recipe(experts / name / "cgmerge.json")), experts / f"{name}2")
+        assert support.folder_bytes(experts / name) == support.folder_bytes(experts / f"{name}2")
+
+
+def test_cutting_equal_singular_values_is_said_to_be_arbitrary(experts):
+    pair = experts / "E1", experts / "E3"
+    words = "keeps arbitrary"
+    cut = composed(experts / "cut", *pair, method="iso-c", rank=4)
+    assert any(words in text and "flatten=1.0" in text for text in cut.warnings)
+    whole = composed(experts / "whole", *pair, method="iso-c", rank="exact")
+    slanted = composed(experts / "s", *pair, method="iso-c", rank=4, params={"flatten": 0.99})
+    assert not any(words in text for text in [*whole.warnings, *slanted.warnings])

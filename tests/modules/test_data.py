@@ -177,6 +177,21 @@ BAD_ROWS = {
     "list and string": ([{**PLAIN, "prompt": ["a"]}], "type", "both be strings or both"),
     "no columns": ([{}], "format", "no known format"),
     "other columns": ([{"question": "q", "answer": "a"}], "format", "question, answer"),
+    "half a format": (
+        [{"prompt": "q", "answer": "a"}],
+        "column",
+        "row 1: the column 'completion' of prompt/completion rows is missing; found prompt, answer",
+    ),
+    "row without a column": (
+        [PLAIN, {"prompt": "q", "id": 7}],
+        "column",
+        "row 2: the column 'completion' of prompt/completion rows is missing; found prompt, id",
+    ),
+    "row of other columns": (
+        [PLAIN, {"id": 7}],
+        "column",
+        "row 2: the columns 'prompt', 'completion' of prompt/completion rows are missing; found id",
+    ),
     "mixed": ([PLAIN, {"text": "x"}], "mixed", "row 1 is prompt/completion, row 2 is text"),
     "no messages": ([{"messages": []}], "type", "found an empty list"),
     "message without content": ([{"messages": [{"role": "user"}]}], "type", "found keys role"),

@@ -473,8 +473,6 @@ def test_an_adapter_cannot_be_made_of_full_models(run, tmp_path, fulls, models):
     words = ["--base", models / "B", "--as", "model"]
     result = run("compose", *fulls[:2], *words, "-m", "regmean", "-o", tmp_path / "out", "--json")
     cases.refused(result, 2, "usage.method", "statistics")
-    result = run("compose", fulls[0], *words, "--tune", "x.jsonl", "-o", tmp_path / "out", "--json")
-    cases.refused(result, 2, "usage.tune", "full models")
 
 
 def test_command_line(run, tmp_path, fulls, models, experts):

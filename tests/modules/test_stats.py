@@ -11,7 +11,7 @@ from cgmerge.modules.base import open_base
 from cgmerge.modules.encoding import Encoded
 from cgmerge.modules.expert import open_expert
 from cgmerge.modules.loading import load_base
-from cgmerge.modules.stats import FILE, StatsFile, collect, write_stats
+from cgmerge.modules.stats import StatsFile, collect, write_stats
 
 LEAVES = ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")
 
@@ -136,7 +136,7 @@ def test_the_base_is_as_before(tiny, expert):
 
 def test_round_trip_and_shared_inputs(tiny, expert):
     found = collect(tiny, expert, some_rows(), ["gram", "fisher"])
-    path = expert.folder / FILE
+    path = expert.stats_path
     write_stats(path, found, expert, tiny, ["a" * 64])
     grams = StatsFile(path, expert, "gram")
     fishers = StatsFile(path, expert, "fisher")
@@ -154,7 +154,7 @@ def test_round_trip_and_shared_inputs(tiny, expert):
 
 
 def test_statistics_of_another_expert_are_refused(tiny, expert, tmp_path):
-    path = expert.folder / FILE
+    path = expert.stats_path
     write_stats(path, collect(tiny, expert, some_rows(2), ["gram"]), expert, tiny, [])
     support.edit_tensors(expert.folder, lambda t: {k: v * 2 for k, v in t.items()})
     with pytest.raises(Incompatible, match="earlier state"):
@@ -162,7 +162,7 @@ def test_statistics_of_another_expert_are_refused(tiny, expert, tmp_path):
 
 
 def test_missing_kinds_and_broken_files_are_named(tiny, expert):
-    path = expert.folder / FILE
+    path = expert.stats_path
     with pytest.raises(NotFound, match="no gram statistics"):
         StatsFile(path, expert, "gram")
     write_stats(path, collect(tiny, expert, some_rows(2), ["gram"]), expert, tiny, [])
@@ -181,7 +181,7 @@ def data(tmp_path):
     return path
 
 
-def test_the_command_and_what_compose_does_with_it(run, expert, data, tmp_path):
+def test_the_command_and_what_compose_does_with_it(run, expert, data, tmp_path, monkeypatch):
     words = ["compose", expert.folder, "--base", "tiny", "-m", "regmean", "-o", tmp_path / "o"]
     code, _, err = run(*words)
     assert code == 2
@@ -199,6 +199,11 @@ def test_the_command_and_what_compose_does_with_it(run, expert, data, tmp_path):
     code, _, err = run(*stats)
     assert code == 2
     assert "--overwrite" in err
+    # A path is said as it was given.
+    monkeypatch.chdir(expert.folder.parent)
+    code, text, err = run("stats", expert.folder.name, *stats[2:], "--limit", 3, "--overwrite")
+    assert code == 0, err
+    assert f"wrote    {expert.folder.name}/cgmerge-stats.safetensors" in err
     # Statistics beside an expert are not part of its size.
     assert json.loads(run("inspect", expert.folder, "--json")[1])["size_bytes"] == size
     for method in ("regmean", "fisher"):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cgmerge.merge.deltas import Block, Blocks
 from cgmerge.merge.registry import About, Params, Traits, Weights, method, param
-from cgmerge.merge.signs import _sum, elect
+from cgmerge.merge.signs import elect, sum_in_order
 from cgmerge.merge.sparsify import Cut, top_k_cuts, trim_
 
 
@@ -89,7 +89,7 @@ def consensus(
     for values, weight in zip(block.values, weights, strict=True):
         if weight != 1.0:
             values.mul_(weight)
-    total = _sum(block.values) if trimmed is None else _elected_sum(trimmed)
+    total = sum_in_order(block.values) if trimmed is None else _elected_sum(trimmed)
     votes = task_masks(block.values, total, p.threshold).sum(dim=0)
     return total.mul_(votes >= p.agree)
 
@@ -116,4 +116,4 @@ def task_masks(
 def _elected_sum(values: Tensor) -> Tensor:
     """Return, entry by entry, the sum of the experts that have the sign of the sum."""
     signs = elect(values)
-    return _sum(values.mul_(signs).relu_()).mul_(signs)
+    return sum_in_order(values.mul_(signs).relu_()).mul_(signs)

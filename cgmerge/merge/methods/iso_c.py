@@ -12,18 +12,34 @@ from torch import Tensor
 from cgmerge.merge.registry import About, Params, Traits, Weights, method, param
 from cgmerge.merge.spectral import decompose, scaled
 
+EVEN = {"flatten": 1.0}
+PAPER = "No Task Left Behind (arXiv:2502.04959)"
+
 
 @dataclass(frozen=True, kw_only=True)
-class IsoCParams(Params):
-    """Parameters of `iso-c`."""
+class IsoParams(Params):
+    """What `iso-c` and `iso-cts` have in common."""
 
-    rank: int = param(0, "keep only this many directions of the sum (0 = all)", low=0)
     flatten: float = param(
-        0.99,
-        "1 makes the values exactly equal, and cutting the result to a lower rank arbitrary",
+        1.0,
+        "1 makes all values equal, as published; cut to a lower rank that keeps arbitrary"
+        " directions, and 0.99 the leading ones",
         low=0,
         high=1,
     )
+
+    def flattened(self, values: Float[Tensor, " k"]) -> Float[Tensor, " k"]:
+        """Move singular values towards their mean; their sum stays."""
+        if not values.numel():
+            return values
+        return values.mean() * self.flatten + values * (1 - self.flatten)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IsoCParams(IsoParams):
+    """Parameters of `iso-c`."""
+
+    rank: int = param(0, "keep only this many directions of the sum (0 = all)", low=0)
 
 
 @method(
@@ -35,16 +51,14 @@ class IsoCParams(Params):
             "ΔW = scale · U s' Vᵀ,  U s Vᵀ = Σ w_e ΔW_e,"
             "  s' = flatten · mean(s) + (1 - flatten) · s"
         ),
-        paper="Iso-C, No Task Left Behind (arXiv:2502.04959)",
+        paper=f"Iso-C, {PAPER}",
         differs=(
             "the mean is over the rank of the sum, for LoRA the core directions, instead of all"
-            " min(m, n), most of which are arbitrary for LoRA (scales differ accordingly); leaves"
-            " 1 % of the spread, so that a lower output rank keeps the leading directions:"
-            " flatten=1 is the paper"
+            " min(m, n), most of which are arbitrary for LoRA (scales differ accordingly)"
         ),
         use_when="many experts that share a lot; the scale needs tuning (1 to 2)",
     ),
-    traits=Traits(scope="tensor", sides="both", identity=None),
+    traits=Traits(scope="tensor", sides="both", identity=None, even=EVEN),
 )
 def iso_c(
     matrices: Float[Tensor, "experts m n"], weights: Weights, p: IsoCParams, _stats: object
@@ -62,9 +76,4 @@ def iso_c(
     found = decompose(active.sum(dim=0), largest=largest)
     if p.rank:
         found = found.first(p.rank)
-    return (found.u * flattened(found.s, p.flatten)) @ found.v.T
-
-
-def flattened(values: Float[Tensor, " k"], share: float) -> Float[Tensor, " k"]:
-    """Move values towards their mean: `share` 1 makes them equal, 0 leaves them."""
-    return values.mean() * share + values * (1 - share) if values.numel() else values
+    return (found.u * p.flattened(found.s)) @ found.v.T

@@ -10,22 +10,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cgmerge.merge.methods.iso_c import flattened
-from cgmerge.merge.registry import About, Params, Traits, Weights, method, param
+from cgmerge.merge.methods.iso_c import EVEN, PAPER, IsoParams
+from cgmerge.merge.registry import About, Traits, Weights, method, param
 from cgmerge.merge.spectral import Triplets, decompose, nearest_orthonormal, numerical_rank, scaled
 
 
 @dataclass(frozen=True, kw_only=True)
-class IsoCtsParams(Params):
+class IsoCtsParams(IsoParams):
     """Parameters of `iso-cts`."""
 
     common: float = param(0.8, "share of the directions that come from the sum", low=0, high=1)
-    flatten: float = param(
-        0.99,
-        "1 makes the values exactly equal, and cutting the result to a lower rank arbitrary",
-        low=0,
-        high=1,
-    )
 
 
 @method(
@@ -37,15 +31,14 @@ class IsoCtsParams(Params):
             "ΔW = scale · U⊥ s' V⊥ᵀ  of [top c of Σ w_e ΔW_e, top (k-c)/E of each"
             " (I - U_c U_cᵀ) ΔW_e],  s' as in iso-c"
         ),
-        paper="Iso-CTS, No Task Left Behind (arXiv:2502.04959)",
+        paper=f"Iso-CTS, {PAPER}",
         differs=(
             "k is the number of directions that the experts span together, for LoRA the core,"
-            " instead of min(m, n); an expert with fewer directions left gives those it has;"
-            " leaves 1 % of the spread of the values: flatten=1 is the paper"
+            " instead of min(m, n); an expert with fewer directions left gives those it has"
         ),
         use_when="many experts of which some share little; the scale needs tuning (1 to 2)",
     ),
-    traits=Traits(scope="tensor", sides="both", identity=None),
+    traits=Traits(scope="tensor", sides="both", identity=None, even=EVEN),
 )
 def iso_cts(
     matrices: Float[Tensor, "experts m n"], weights: Weights, p: IsoCtsParams, _stats: object
@@ -73,12 +66,12 @@ def iso_cts(
         for matrix, before in zip(left_over, active, strict=True):
             limit = float(torch.linalg.matrix_norm(before, 2))
             parts.append(decompose(matrix, largest=limit).first(own))
-    return _joined(parts, p.flatten)
+    return _joined(parts, p)
 
 
-def _joined(parts: list[Triplets], flatten: float) -> Tensor:
-    """Put directions side by side, make them orthogonal, and give them (nearly) equal values."""
+def _joined(parts: list[Triplets], p: IsoCtsParams) -> Tensor:
+    """Put directions side by side, make them orthogonal, and give them equal values."""
     left = nearest_orthonormal(torch.cat([part.u for part in parts], dim=1))
     right = nearest_orthonormal(torch.cat([part.v for part in parts], dim=1))
     values = torch.cat([part.s for part in parts])
-    return (left * flattened(values, flatten)) @ right.T
+    return (left * p.flattened(values)) @ right.T

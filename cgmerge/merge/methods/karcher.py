@@ -12,9 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cgmerge.merge.methods.multi_slerp import Directions, directions_of, spread
+from cgmerge.merge.directions import Directions, around
 from cgmerge.merge.registry import About, Params, Traits, Weights, method, param
-from cgmerge.merge.shares import shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +53,15 @@ def coefficients(
     Raises:
         UsageError: The weights sum to zero.
     """
-    found = directions_of(gram, weights)
-    point = found.mean() if found is not None else None
-    if found is None or point is None:
-        return shares(weights)
-    for _ in range(p.iterations):
-        point, step = _move(found, point)
-        if step < p.tolerance:
-            break
-    return spread(found, point, len(weights))
+
+    def settle(found: Directions, point: Tensor) -> Tensor:
+        for _ in range(p.iterations):
+            point, step = _move(found, point)
+            if step < p.tolerance:
+                break
+        return point
+
+    return around(gram, weights, settle)
 
 
 def _move(found: Directions, point: Tensor) -> tuple[Tensor, float]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from cgmerge.merge.deltas import Block, Blocks
 from cgmerge.merge.mapped import MappedBlocks, magnitudes_at, values_at
 from cgmerge.merge.registry import About, Params, Traits, Weights, method, param
-from cgmerge.merge.signs import _sum
+from cgmerge.merge.signs import sum_in_order
 
 Bounds = tuple[float, float]
 _LEAST_SCORE = 1e-12
@@ -146,7 +146,7 @@ def score(
     count = len(values)
     norms = torch.stack([min_max(v.abs(), clip) for v, clip in zip(values, clips, strict=True)])
     if inter == "sum":
-        across = (values * _sum(values)).tanh_()
+        across = (values * sum_in_order(values)).tanh_()
     else:
         signed = norms * values.sign()
         across = torch.zeros_like(signed)

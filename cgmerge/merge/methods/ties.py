@@ -72,7 +72,12 @@ def prepare(blocks: Blocks, weights: Weights, p: TiesParams) -> dict[str, TiesSt
         ),
         use_when="several experts whose skills interfere; keeps more of the base than a sum",
     ),
-    traits=Traits(scope="model", identity={"density": 1.0}, relative_weights=True),
+    traits=Traits(
+        scope="model",
+        identity={"density": 1.0},
+        relative_weights=True,
+        pointwise=lambda state: all(cut.last is None for cut in state.cuts),
+    ),
     prepare=prepare,
 )
 def ties(block: Block, weights: Weights, p: TiesParams, state: TiesState) -> Tensor:

@@ -125,6 +125,10 @@ class CgeFile:
         """Return the bytes of the file."""
         return self._file.size
 
+    def sha256(self) -> str:
+        """Return the sha256 of the file's bytes."""
+        return self._file.sha256()
+
     @property
     def content(self) -> str:
         """Return the digest of the tensors that the manifest states; `verify` checks it."""

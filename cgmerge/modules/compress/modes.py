@@ -162,16 +162,9 @@ def decode(coded: Sequence[Coded]) -> dict[str, LowRank]:
     Args:
         coded: Names end in `.lora_A` and `.lora_B`, both for each module.
     """
-    tensors = {part.name: decode_tensor(part) for part in coded}
+    tensors = {part.name: part.tensor() for part in coded}
     names = sorted(name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A"))
     return {name: LowRank(tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"]) for name in names}
-
-
-def decode_tensor(part: Coded) -> Tensor:
-    """Return the values of one coded tensor, float32."""
-    values = part.levels.astype(np.float32)
-    values *= part.scales.reshape(-1, 1)
-    return torch.from_numpy(np.ascontiguousarray(values.T) if part.transposed else values)
 
 
 def count_nonzero(coded: Sequence[Coded]) -> int:

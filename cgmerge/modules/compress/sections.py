@@ -1,9 +1,12 @@
 """What a compressed expert consists of: tensors as whole numbers times scales."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,3 +25,11 @@ class Coded:
     levels: np.ndarray[Any, Any]
     scales: np.ndarray[Any, Any]
     transposed: bool = False
+
+    def tensor(self) -> "torch.Tensor":
+        """Return the values, float32: one product per entry, the same on every machine."""
+        import torch
+
+        values = self.levels.astype(np.float32)
+        values *= self.scales.reshape(-1, 1)
+        return torch.from_numpy(np.ascontiguousarray(values.T) if self.transposed else values)

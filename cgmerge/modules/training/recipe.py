@@ -12,7 +12,6 @@ command line; the names of peft, transformers and axolotl are understood too. Un
 errors.
 """
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from cgmerge.errors import Damaged, UsageError
 from cgmerge.modules.recipefile import is_recipe_name, located, located_base, read_mapping
 from cgmerge.modules.training.settings import SETTING_NAMES, TrainSettings
+from cgmerge.nearest import nearest
 
 ALIASES = {
     # peft, transformers, trl
@@ -212,7 +212,7 @@ def _split_batch(chosen: dict[str, Any]) -> None:
 
 def _unknown(key: Any, where: str) -> UsageError:
     known = [*SETTING_NAMES, *ALIASES, *_EXTRA]
-    near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.6)
+    near = nearest(str(key), known)
     hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(SETTING_NAMES)}"
     return UsageError(f"{where}: unknown key {str(key)!r}", code="recipe", hint=hint)
 

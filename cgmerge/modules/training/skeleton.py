@@ -1,6 +1,5 @@
 """The base as far as it is known without its weights: tokenizer, modules, what can carry a LoRA."""
 
-import difflib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -8,6 +7,7 @@ from cgmerge.errors import Incompatible, UsageError
 from cgmerge.modules.base import Base
 from cgmerge.modules.loading import quiet_transformers
 from cgmerge.modules.training.settings import ALL_LINEAR
+from cgmerge.nearest import nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -106,7 +106,7 @@ def find_targets(
 
 def _no_target(name: str, shapes: dict[str, tuple[int, int]]) -> UsageError:
     leaves = sorted({path.rsplit(".", 1)[-1] for path in shapes})
-    near = difflib.get_close_matches(name, [*leaves, *shapes], n=3, cutoff=0.6)
+    near = nearest(name, [*leaves, *shapes], count=3)
     return UsageError(
         f"the base has no linear layer {name!r} that can carry a LoRA",
         code="target_modules",

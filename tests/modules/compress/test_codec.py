@@ -232,32 +232,39 @@ def test_a_type_that_is_not_the_smallest():
 
 
 LIES = {
-    "chunks of 2^15": [15, 1, 0],
-    "no groups": [16, 0, 0],
-    "more groups than rows": [16, 3, 0x40, 0, 0],
-    "a group without rows": [16, 2, 0x00, 0, 0],
-    "groups out of order": [16, 2, 0x80, 0, 0],
-    "padding of groups": [16, 2, 0x41, 0, 0],
-    "more ones than entries": [16, 1, 201, 1],
-    "groups of short rows": [16, 2, 0x40, 0, 0],
-    "a list of groups that ends": [16, 2],
-    "a head that ends": [16, 1, 5],
-    "a number too long": [16, 1, 0x80, 0x80, 0x80, 0x80, 0x80, 1],
-    "a number not shortest": [16, 1, 0x80, 0],
-    "an unknown kind": [16, 1, 5, 63],
-    "a kind below all": [16, 1, 5, 255],
-    "a kind above all": [16, 1, 1, 42, 0, 1, 0, 128, 0, 0],
-    "a flipped raw plane": [16, 1, 5, 64, 1, 0, 0xF8, *[0] * 25],
-    "quotients beyond the plane": [16, 1, 5, 2, 100, 1, 0],
-    "a tail of 31 low bits": [16, 1, 200, 1, 0, 0, 31, 0],
-    "thresholds for nothing": [16, 1, 200, 1, 2, 0, 0, *[0] * 25],
-    "seventeen thresholds": [16, 1, 200, 1, 17, *[200, 1] * 16, 0, *[0] * 25],
-    "a bomb of chunks": [16, 1],
+    "chunks of 2^15": ([15, 1, 0], "chunks of 2\\^15"),
+    "no groups": ([16, 0, 0], "has 0 groups"),
+    "more groups than rows": ([16, 3, 0x40, 0, 0], "has 3 groups of 2 rows"),
+    "a group without rows": ([16, 2, 0x00, 0, 0], "out of order"),
+    "groups out of order": ([16, 2, 0x80, 0, 0], "out of order"),
+    "padding of groups": ([16, 2, 0x41, 0, 0], "padding"),
+    "more ones than entries": ([16, 1, 201, 1], "at most 200"),
+    "groups of short rows": ([16, 2, 0x40, 0, 0], "groups of rows of 63"),
+    "a list of groups that ends": ([16, 2], "ends inside its list"),
+    "a head that ends": ([16, 1, 5], "ends inside its description"),
+    "a number too long": ([16, 1, 0x80, 0x80, 0x80, 0x80, 0x80, 1], "more than five bytes"),
+    "a number not shortest": ([16, 1, 0x80, 0], "shortest form"),
+    "an unknown kind": ([16, 1, 5, 63], "unknown kind 63"),
+    "a kind below all": ([16, 1, 5, 255], "unknown kind 255"),
+    "a kind above all": ([16, 1, 1, 42, 0, 1, 0, 128, 0, 0], "unknown kind 42"),
+    "a flipped raw plane": ([16, 1, 5, 64, 1, 0, 0xF8, *[0] * 25], "flips a plane"),
+    "quotients beyond the plane": ([16, 1, 5, 2, 100, 1, 0], "100 where at most 97"),
+    "a tail of 31 low bits": ([16, 1, 200, 1, 0, 31, 0], "31 low bits"),
+    "a bit after the end of blocks": (
+        [16, 1, 1, 1, 2, 0, 1, 0, 0b11010000],
+        "after the end of a plane",
+    ),
+    "thresholds for nothing": ([16, 1, 200, 1, 2, 0, 0, *[0] * 25], "nothing reaches"),
+    "seventeen thresholds": ([16, 1, 200, 1, 17, *[200, 1] * 16, 0, *[0] * 25], "17 thresholds"),
+    "remainders that are not so many": ([16, 1, 2, 3, 0, 1, 1, 0, 0b11111000], "remainder plane"),
+    "a bomb of chunks": ([16, 1], "bytes for"),
 }
 
 
 def test_the_lies_are_lies_in_one_thing():
-    """Next to two of them stands the truth, which is read."""
+    """Next to some of them stands the truth, which is read."""
+    true = decode(bytes([16, 1, 1, 1, 1, 0, 1, 0, 0b10000000]), 2, 2, "I8")
+    assert true.tolist() == [[1, 0], [0, 0]]
     assert decode(bytes([16, 1, 1, 40, 0, 1, 0, 128, 0, 0]), 2, 100, "I8")[0, 0] == 1
     found = decode(bytes([16, 1, 5, 0, 1, 0, 0xF8, *[0] * 25]), 2, 100, "I8")
     assert np.flatnonzero(found).tolist() == [0, 1, 2, 3, 4]
@@ -266,9 +273,23 @@ def test_the_lies_are_lies_in_one_thing():
 @pytest.mark.parametrize("name", LIES)
 def test_lying_descriptions(name):
     shapes = {"a bomb of chunks": (2, 1 << 40), "groups of short rows": (2, 63)}
+    shapes["a bit after the end of blocks"] = (2, 2)
     rows, columns = shapes.get(name, (2, 100))
-    with pytest.raises(Damaged):
-        decode(bytes(LIES[name]), rows, columns, "I8")
+    section, reason = LIES[name]
+    with pytest.raises(Damaged, match=reason):
+        decode(bytes(section), rows, columns, "I8")
+
+
+@pytest.mark.parametrize(("count", "good"), [(64, True), (65, False)])
+def test_at_most_64_groups(count, good):
+    fields = np.unpackbits(np.arange(count, dtype=np.uint8)[:, None], axis=1)
+    fields = fields[:, 8 - (count - 1).bit_length() :]
+    section = bytes([16, count]) + np.packbits(fields.reshape(-1)).tobytes() + bytes(count)
+    if good:
+        assert not decode(section, count, 64, "I8").any()
+    else:
+        with pytest.raises(Damaged, match="has 65 groups of 65 rows"):
+            decode(section, count, 64, "I8")
 
 
 def test_lies_about_a_huge_tensor_allocate_nothing():
