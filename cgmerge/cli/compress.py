@@ -231,7 +231,7 @@ def _write_again(plan: "Plan", out: Path, *, overwrite: bool, output: Output) ->
     assert plan.restored is not None
     size = pack.write_restored(out, plan.restored, overwrite=overwrite)
     fields = plan.restored.fields
-    output.line("same", "the folder was decompressed from a file; this is that file again")
+    output.line("same", "this expert was compressed before and is that very file again")
     facts = _report(plan, out, size, fields, output, None)
     output.result(SCHEMA, facts, short=str(out))
 

@@ -13,6 +13,7 @@ from cgmerge.modules.adapter_out import AdapterForm, adapter_config
 from cgmerge.modules.base import Base
 from cgmerge.modules.compress.container import write_cge
 from cgmerge.modules.compress.fidelity import Fidelity
+from cgmerge.modules.compress.manifest import WRITTEN_HERE
 from cgmerge.modules.compress.modes import (
     MODES,
     Encoded,
@@ -22,6 +23,7 @@ from cgmerge.modules.compress.modes import (
     coded_bytes,
     encode,
 )
+from cgmerge.modules.compress.opened import CgeTensors
 from cgmerge.modules.compress.sidecar import Restored, read_sidecar
 from cgmerge.modules.expert import Expert, ExpertDeltas, open_expert
 
@@ -175,7 +177,7 @@ def make_plan(ref: str, request: Request, base: Base | None = None) -> Plan:
     pairs = expert.pairs.values()
     entries = sum(pair.rank * (pair.out_features + pair.in_features) for pair in pairs)
     warnings = list(expert.warnings)
-    restored = read_sidecar(expert)
+    restored = _compressed_before(expert)
     if restored is not None:
         before = restored.fields.get("method", {}).get("asked", {})
         if request.asked() not in ({}, before):
@@ -185,6 +187,17 @@ def make_plan(ref: str, request: Request, base: Base | None = None) -> Plan:
                 " was left of it"
             )
     return Plan(expert, base, request, entries, restored, tuple(warnings))
+
+
+def _compressed_before(expert: Expert) -> Restored | None:
+    """Return the file that an expert is, or was decompressed from."""
+    if not isinstance(expert.file, CgeTensors):
+        return read_sidecar(expert)
+    file = expert.file.file
+    if file.dense:
+        return None
+    fields = {key: value for key, value in file.manifest.items() if key not in WRITTEN_HERE}
+    return Restored([file.read(name) for name in file.coded], fields, dict(file.details))
 
 
 def compress(
