@@ -23,7 +23,7 @@ from cgmerge.modules.compress.pack import (
     manifest_details,
     short,
 )
-from cgmerge.modules.expert import CONFIG
+from cgmerge.modules.expert import is_adapter
 from cgmerge.modules.fullmodel import FullExpert, open_full, task_vectors
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class FullPacked:
 
 def is_full(folder: Path) -> bool:
     """Whether a folder holds a model, not an adapter."""
-    return (folder / "config.json").exists() and not (folder / CONFIG).exists()
+    return (folder / "config.json").exists() and not is_adapter(folder)
 
 
 def plan_full(ref: str, request: Request, base: Base | None) -> FullPlan:
