@@ -192,7 +192,7 @@ def open_expert(ref: str, *, base: Base | None = None) -> Expert:
         Incompatible: Features that a plain LoRA delta cannot hold.
     """
     folder = local_place(ref, what="expert", suffix=COMPRESSED)
-    compressed = _compressed(folder)
+    compressed = compressed_file(folder)
     if compressed is not None:
         from cgmerge.modules.compress.opened import open_compressed
 
@@ -219,7 +219,7 @@ def open_expert(ref: str, *, base: Base | None = None) -> Expert:
 
 def is_adapter(place: Path) -> bool:
     """Whether a folder or file looks like an adapter, compressed or not."""
-    return (place / CONFIG).exists() or _compressed(place) is not None
+    return (place / CONFIG).exists() or compressed_file(place) is not None
 
 
 def check_modules(expert: Expert, base: Base) -> dict[str, ModuleShape]:
@@ -319,8 +319,8 @@ def _check_present(folder: Path) -> None:
         raise NotFound(f"{folder} holds no {WEIGHTS}", code="expert", path=folder)
 
 
-def _compressed(place: Path) -> Path | None:
-    """Return the compressed file that a reference stands for, if it does."""
+def compressed_file(place: Path) -> Path | None:
+    """Return the compressed file that a local folder or file stands for, if it does."""
     if place.is_file():
         return place
     inside = place / f"expert{COMPRESSED}"  # as in a repository on the hub, beside its card
