@@ -21,7 +21,7 @@ import socket
 import sys
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,7 @@ _STORAGE_ERRNOS = {
     errno.ENAMETOOLONG: "the name is too long",
     errno.ENOTDIR: "a part of the path is a file, not a folder",
 }
+_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV}
 
 
 def _step(operation: str, path: Path) -> None:
@@ -221,7 +222,9 @@ def replace_tensors(
 
 
 @contextlib.contextmanager
-def _replacing(path: Path, size: int, *, overwrite: bool) -> Iterator[Path]:
+def _replacing(
+    path: Path, size: int, *, overwrite: bool, put: Callable[[Path, Path], object] = Path.replace
+) -> Iterator[Path]:
     """Yield a temporary beside `path` that takes its place when it was filled."""
     path = absolute(path)
     if path.is_dir():
@@ -237,10 +240,63 @@ def _replacing(path: Path, size: int, *, overwrite: bool) -> Iterator[Path]:
         with _storage_errors(path, size):
             temporary.chmod(0o666 & ~_umask())
             _step("rename", path)
-            temporary.replace(path)
+            put(temporary, path)
             _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def create_file(path: Path, data: bytes) -> bool:
+    """Put a new file in place atomically; of several writers exactly one succeeds.
+
+    Returns:
+        False where there was one already; it is left alone.
+
+    Raises:
+        StorageError: The operating system refused.
+    """
+    try:
+        with _replacing(path, len(data), overwrite=False, put=_link) as temporary:
+            write_bytes(temporary, data)
+    except UsageError:
+        return False
+    return True
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file a name that nothing has; the old one is removed by the caller."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        raise _exists(target) from None
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        source.replace(target)  # a file system without links: the best that it can do
+
+
+def remove_place(path: Path) -> None:
+    """Remove a file or a folder in one step; nothing happens where there is nothing.
+
+    A folder is gone at once; its content is removed afterwards, by the next writer if need be.
+
+    Raises:
+        StorageError: The operating system refused.
+    """
+    path = absolute(path)
+    with _storage_errors(path, 0):
+        if path.is_dir() and not path.is_symlink():
+            gone = _temporary_beside(path)
+            _step("rename", path)
+            path.rename(gone)
+            _step("remove", gone)
+            shutil.rmtree(gone, ignore_errors=True)
+        elif os.path.lexists(path):
+            _step("remove", path)
+            path.unlink(missing_ok=True)
+        else:
+            return
+        _sync_folder(path.parent)
 
 
 def move_file(source: Path, target: Path) -> None:
