@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from cgmerge.evals.compression import Kept
     from cgmerge.evals.suite import SkillSet
     from cgmerge.merge.deltas import LowRank
+    from cgmerge.modules.compress.fidelity import Fidelity
     from cgmerge.modules.compress.modes import Encoded, Options
     from cgmerge.modules.compress.pack import Maker, Plan
+    from cgmerge.modules.compress.packfull import FullPlan
 
 SCHEMA = "cgmerge.compress/1"
 _UNITS = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3,
@@ -25,7 +27,9 @@ _UNITS = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3,
 
 
 def compress(
-    expert: Annotated[str, typer.Argument(metavar="EXPERT", help="Adapter folder")],
+    expert: Annotated[
+        str, typer.Argument(metavar="EXPERT", help="Adapter folder, or a full model (with --base)")
+    ],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="File to write, ending in .cge")
     ] = None,
@@ -52,7 +56,8 @@ def compress(
         ),
     ] = None,
     base: Annotated[
-        str | None, typer.Option("--base", help="Base model; needed for --calibrate")
+        str | None,
+        typer.Option("--base", help="Base model; needed for --calibrate and full models"),
     ] = None,
     gauge: Annotated[
         str | None,
@@ -72,7 +77,8 @@ def compress(
 ) -> None:
     """Write an expert as one small, verified file, and measure what was lost.
 
-    A folder that `cgmerge decompress` wrote becomes the very same file again.
+    A full model is stored as its difference from the base. A folder that `cgmerge decompress`
+    wrote becomes the very same file again.
 
     Examples:
 
@@ -84,6 +90,7 @@ def compress(
     """
     from cgmerge.modules.base import open_base
     from cgmerge.modules.compress.pack import Request, make_plan
+    from cgmerge.modules.compress.packfull import is_full, plan_full
 
     output = Output(as_json=as_json, quiet=quiet, verbose=verbose)
     if out is None and not dry_run:
@@ -98,9 +105,16 @@ def compress(
         multiplier=multiplier,
     )
     opened = None if base is None else open_base(base)
+    if is_full(Path(expert)):
+        if calibrate:
+            raise UsageError("--calibrate scores adapters; this is a full model", code="calibrate")
+        full = plan_full(expert, request, opened)
+        _check_out(full.expert.folder, out, overwrite=overwrite)
+        _full(full, None if dry_run else out, overwrite=overwrite, output=output)
+        return
     plan = make_plan(expert, request, opened)
     skills = _validation(plan, calibrate)
-    _check_out(plan, out, overwrite=overwrite)
+    _check_out(plan.expert.folder, out, overwrite=overwrite)
     _show(plan, output)
     if dry_run or out is None:
         output.line("ok", "nothing written (dry run)")
@@ -125,20 +139,60 @@ def _run(
     if skills:
         make, measure = _calibrated(plan, skills, output)
     longest = longest_entries(skills)
-    encoded = pack.compress(plan, make, lambda e: pack.manifest_fields(plan, e, longest))
+
+    def fields_of(encoded: "Encoded") -> dict[str, Any]:
+        return pack.manifest_fields(plan, encoded, longest)
+
+    if skills:  # tuning shows its own progress, and two bars cannot be shown at once
+        encoded = pack.compress(plan, make, fields_of)
+    else:
+        with output.progress("compress", len(factors)) as advance:
+            # The last step is left for the end: how many passes there are is not known before.
+            encoded = pack.compress(
+                plan,
+                make,
+                fields_of,
+                lambda done, number: advance(min(done, len(factors) - 1), note=f"pass {number}"),
+            )
+            advance(len(factors))
     kept = measure(decode(encoded.coded)) if measure else None
     fields = pack.manifest_fields(plan, encoded, kept.entries if kept else [])
     size = pack.write_packed(out, encoded, fields, overwrite=overwrite)
-    _report(plan, out, size, fields, output, kept)
+    facts = _report(plan, out, size, fields, output, kept)
     emptied = encoded.fidelity.emptied
+    _warn_of(emptied, encoded.fidelity, output)
+    output.result(SCHEMA, {**facts, "emptied": emptied}, short=str(out))
+
+
+def _full(plan: "FullPlan", out: Path | None, *, overwrite: bool, output: Output) -> None:
+    """Compress the delta of a full fine-tune."""
+    from cgmerge.modules.compress.packfull import write_full
+
+    output.line(
+        "plan", f"{plan.mode}: {plan.expert.name}, a full model, {len(plan.deltas)} weights"
+    )
+    for warning in plan.expert.warnings:
+        output.warn(warning)
+    if out is None:
+        output.line("ok", "nothing written (dry run)")
+        output.result(SCHEMA, {"out": None, "mode": plan.mode, "warnings": output.warnings})
+        return
+    found = write_full(plan, out, overwrite=overwrite)
+    facts = _report(plan, out, found.size, found.fields, output, None)
+    emptied = found.measured.fidelity.emptied
+    _warn_of(emptied, found.measured.fidelity, output)
+    output.result(SCHEMA, {**facts, "emptied": emptied}, short=str(out))
+
+
+def _warn_of(emptied: list[str], found: "Fidelity", output: Output) -> None:
+    """Name the modules without effect, and with `--verbose` what became of each."""
     if emptied:
         shown = ", ".join(emptied[:5]) + (" …" if len(emptied) > 5 else "")
         output.warn(
-            f"{len(emptied)} of {len(plan.expert.pairs)} modules have no effect any more: {shown}"
+            f"{len(emptied)} of {len(found.modules)} modules have no effect any more: {shown}"
         )
-    for name, part in encoded.fidelity.modules.items():
+    for name, part in found.modules.items():
         output.detail("module", f"{name}: error {part.error:.2%}, cosine {part.cosine:.3f}")
-    output.result(SCHEMA, _facts(plan, out, size, fields, kept, emptied), short=str(out))
 
 
 def _calibrated(
@@ -177,18 +231,13 @@ def _write_again(plan: "Plan", out: Path, *, overwrite: bool, output: Output) ->
     assert plan.restored is not None
     size = pack.write_restored(out, plan.restored, overwrite=overwrite)
     fields = plan.restored.fields
-    output.line("same", "the folder was decompressed from a file; this is that file again")
-    _report(plan, out, size, fields, output, None)
-    output.result(SCHEMA, _facts(plan, out, size, fields, None, []), short=str(out))
+    output.line("same", "this expert was compressed before and is that very file again")
+    facts = _report(plan, out, size, fields, output, None)
+    output.result(SCHEMA, facts, short=str(out))
 
 
 def _facts(
-    plan: "Plan",
-    out: Path,
-    size: int,
-    fields: dict[str, Any],
-    kept: "Kept | None",
-    emptied: list[str],
+    plan: "Plan | FullPlan", out: Path, size: int, fields: dict[str, Any], kept: "Kept | None"
 ) -> dict[str, Any]:
     """Return the documented keys of `compress --json`."""
     entries = int(fields["sizes"]["parameters"])
@@ -207,21 +256,22 @@ def _facts(
         "score_after": kept.after.score if kept else None,
         "score_interval": [kept.after.low, kept.after.high] if kept else None,
         "gain_kept": kept.share if kept else None,
-        "emptied": emptied,
+        "emptied": [],
         "asked": plan.request.asked(),
         "parameters": entries,
     }
 
 
 def _report(
-    plan: "Plan",
+    plan: "Plan | FullPlan",
     out: Path,
     size: int,
     fields: dict[str, Any],
     output: Output,
     kept: "Kept | None",
-) -> None:
-    facts = _facts(plan, out, size, fields, kept, [])
+) -> dict[str, Any]:
+    """Say what was written; return the documented keys."""
+    facts = _facts(plan, out, size, fields, kept)
     fidelity, method = fields["fidelity"], fields["method"]
     asked = plan.request.density
     output.line(
@@ -247,6 +297,7 @@ def _report(
             f"{share}",
         )
     output.line("wrote", str(out))
+    return facts
 
 
 def _show(plan: "Plan", output: Output) -> None:
@@ -258,7 +309,7 @@ def _show(plan: "Plan", output: Output) -> None:
         output.warn(warning)
 
 
-def _check_out(plan: "Plan", out: Path | None, *, overwrite: bool) -> None:
+def _check_out(folder: Path, out: Path | None, *, overwrite: bool) -> None:
     from cgmerge import fs
 
     if out is None:
@@ -268,7 +319,7 @@ def _check_out(plan: "Plan", out: Path | None, *, overwrite: bool) -> None:
             f"--out {out} does not end in .cge", code="out", hint=f"-o {out.name or 'expert'}.cge"
         )
     target = fs.absolute(out)
-    if plan.expert.folder.resolve() in target.resolve().parents:
+    if folder.resolve() in target.resolve().parents:
         raise UsageError(f"--out {out} lies inside the expert", code="out_inside")
     if out.is_dir():
         raise UsageError(f"{out} is a folder", code="out_is_folder", hint="name a file")

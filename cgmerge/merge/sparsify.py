@@ -20,9 +20,10 @@ from cgmerge.merge.deltas import Block, Blocks
 
 _BINS = 1 << 20  # of one search; narrower histograms only cost more passes
 _ALL_BINS = 1 << 22
-_REMEMBERED = 1 << 25  # entries within the brackets of all searches whose blocks are remembered
-_SAMPLE = 500_000  # entries that give the first bracket
-_SAMPLE_SLACK = 0.01
+_REMEMBERED = 1 << 23  # entries within the brackets of all searches whose blocks are remembered
+_SAMPLE = 500_000  # entries of each expert that give the first bracket
+_ALL_SAMPLES = 4_000_000
+_SAMPLE_SLACK = 0.004
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def select(blocks: Blocks, searches: Sequence[tuple[int, "Selection"]]) -> None:
         searches: Position of the stream, and what looks at it.
     """
     pending = [(place, search) for place, search in searches if not search.done]
-    share = max(1, blocks.total // _SAMPLE)
+    share = max(1, blocks.total // min(_SAMPLE, max(1 << 14, _ALL_SAMPLES // len(blocks.experts))))
     if share > 1 and pending:
         sample = blocks.sample(share)
         for place, search in pending:

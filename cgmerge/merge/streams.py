@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Iterator
 
-import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from cgmerge.merge.deltas import Block, Blocks
@@ -34,15 +32,6 @@ class Changed(Blocks):
         self.change(block)
         return block
 
-    def sample(self, share: int) -> Float[Tensor, "experts entries"]:
-        """Return every `share`-th row (at least one per tensor), evenly spaced, changed."""
-        parts: list[Tensor] = []
-        for name in self.names:
-            rows, columns = self.shapes[name]
-            read = self.reader(name)
-            step = max(1, min(share, rows))
-            for row in range(step // 2, rows, step):
-                block = Block(name, 0, read(row, row + 1), row * columns, self.ids)
-                self.change(block)
-                parts.append(block.values.flatten(1).clone())
-        return torch.cat(parts, dim=1)
+    def _seen(self, block: Block) -> Tensor:
+        self.change(block)
+        return block.values

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cgmerge import fs
-from cgmerge.modules.expert import CONFIG, PREFIX, WEIGHTS
+from cgmerge.modules.expert import WEIGHTS
+from cgmerge.modules.pairs import CONFIG, PREFIX
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cgmerge.errors import UsageError
 from cgmerge.modules.base import Base
-from cgmerge.modules.expert import CONFIG
+from cgmerge.modules.pairs import CONFIG
 from cgmerge.modules.recipe import RECORD
 
 MAX_NAME = 255

@@ -6,74 +6,33 @@ fit one to one and gives a lazy mapping from module path to ΔW = b @ a with the
 
 import hashlib
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from cgmerge import strictjson
-from cgmerge.errors import Damaged, Incompatible, LimitExceeded, NotFound, Unsafe, readable
-from cgmerge.modules.adapter_config import MAX_RANK, AdapterConfig, parse_adapter_config
+from cgmerge.errors import Damaged, Incompatible, NotFound, Unsafe, readable
+from cgmerge.modules.adapter_config import AdapterConfig, parse_adapter_config
 from cgmerge.modules.base import Base, ModuleShape
 from cgmerge.modules.card import ExpertCard, read_card
+from cgmerge.modules.pairs import CONFIG, PREFIX, Pair, Tensors, pair_up
 from cgmerge.refs import local_place
-from cgmerge.tensorfile import TensorFile, TensorInfo, read_small
+from cgmerge.tensorfile import TensorFile, read_small
 
 if TYPE_CHECKING:
     import torch
 
     from cgmerge.merge.deltas import LowRank
 
-CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 COMPRESSED = ".cge"
 STATS = "cgmerge-stats"
-PREFIX = "base_model.model."
 MAX_HEADER_BYTES = 4 << 20
 MAX_TENSORS = 20_000
-MAX_NAME = 512
-_LORA = re.compile(r"(?P<path>.+)\.lora_(?P<factor>[AB])\.weight")
-_PATH = re.compile(r"[\w\-]+(?:\.[\w\-]+)*")
-_FLOATS = {"F64", "F32", "F16", "BF16"}
 # Prefixes by which the same module is known in a checkpoint file and in the loaded model.
 _PREFIXES = ("", "transformer.", "model.")
-
-
-class Tensors(Protocol):
-    """Where an expert's tensors come from: a weights file, or a compressed one."""
-
-    path: Path
-
-    @property
-    def infos(self) -> Mapping[str, TensorInfo]:
-        """Return type and shape of every tensor."""
-
-    @property
-    def size(self) -> int:
-        """Return the bytes of the file."""
-
-    def read(self, name: str) -> "torch.Tensor":
-        """Read one tensor."""
-
-    def sha256(self) -> str:
-        """Return the digest of the file."""
-
-    def close(self) -> None:
-        """Close the file."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """The two factors of one module as the file holds them."""
-
-    a: str
-    b: str
-    rank: int
-    out_features: int
-    in_features: int
-    scaling: float
 
 
 @dataclass(frozen=True)
@@ -360,72 +319,6 @@ def _check_present(folder: Path) -> None:
         raise NotFound(f"{folder} holds no {WEIGHTS}", code="expert", path=folder)
 
 
-def pair_up(file: Tensors, config: AdapterConfig) -> dict[str, Pair]:
-    """Check every tensor name and shape of a weights file and form the pairs.
-
-    Raises:
-        Damaged: No tensors, odd names, a factor without its other.
-        Incompatible: Features that a plain LoRA delta cannot hold, other types or ranks.
-        Unsafe: Full weights.
-    """
-    if not file.infos:
-        raise Damaged(f"{file.path} contains no tensors", code="empty", path=file.path)
-    _check_names(file)
-    found: dict[str, dict[str, tuple[str, TensorInfo]]] = {}
-    for name, info in file.infos.items():
-        match = _LORA.fullmatch(name.removeprefix(PREFIX))
-        assert match is not None
-        if info.dtype not in _FLOATS or len(info.shape) != 2 or 0 in info.shape:
-            raise Incompatible(
-                f"{file.path}: tensor {name!r} is {info.dtype} {list(info.shape)}; a float matrix"
-                " is wanted",
-                code="dtype",
-                path=file.path,
-                tensor=name,
-            )
-        found.setdefault(match["path"], {})[match["factor"]] = name, info
-    return {path: _pair(path, factors, config, file) for path, factors in sorted(found.items())}
-
-
-def _pair(
-    path: str, factors: dict[str, tuple[str, TensorInfo]], config: AdapterConfig, file: Tensors
-) -> Pair:
-    if set(factors) != {"A", "B"}:
-        raise Damaged(
-            f"{file.path}: module {path} has lora_{next(iter(factors))} only",
-            code="pair",
-            hint="the file is incomplete; fetch or train the expert again",
-            path=file.path,
-            tensor=path,
-        )
-    (a_name, a), (b_name, b) = factors["A"], factors["B"]
-    rank, claimed = a.shape[0], config.rank_of(path)
-    if b.shape[1] != rank or rank != claimed:
-        raise Incompatible(
-            f"{file.path}: module {path} has A {list(a.shape)} and B {list(b.shape)}, but"
-            f" {CONFIG} says rank {claimed}",
-            code="rank",
-            path=file.path,
-            tensor=path,
-            expected=claimed,
-            found=rank,
-        )
-    check_rank(file.path, path, rank)
-    return Pair(a_name, b_name, rank, b.shape[0], a.shape[1], config.scaling_of(path, rank))
-
-
-def check_rank(file: Path, path: str, rank: int) -> None:
-    """Refuse a rank that no adapter has.
-
-    Raises:
-        LimitExceeded: Beyond `MAX_RANK`.
-    """
-    if rank > MAX_RANK:
-        raise LimitExceeded(
-            f"{file}: module {path} has rank {rank}; the limit is {MAX_RANK}", code="rank"
-        )
-
-
 def _compressed(place: Path) -> Path | None:
     """Return the compressed file that a reference stands for, if it does."""
     if place.is_file():
@@ -455,69 +348,3 @@ def _check_vocabulary(file: TensorFile, base: Base) -> None:
                 expected=shape.out_features,
                 found=info.shape[0],
             )
-
-
-def _check_names(file: Tensors) -> None:
-    names = list(file.infos)
-    odd = [name for name in names if len(name) > MAX_NAME or not name.isprintable()]
-    if odd:
-        raise Damaged(
-            f"{file.path} holds {len(odd)} tensor names with control characters or of more than"
-            f" {MAX_NAME} characters, e.g. {odd[0][:80]!r}",
-            code="names",
-            path=file.path,
-        )
-    kinds = {
-        "lora_magnitude_vector": ("dora", "DoRA magnitudes rescale the base weight"),
-        "lora_embedding_": ("embedding_lora", "LoRA on embeddings is not supported"),
-        "lora_B.bias": ("lora_bias", "LoRA biases are not part of ΔW"),
-        "trainable_tokens_delta": ("tokens", "retrained token rows are not part of ΔW"),
-    }
-    for word, (code, reason) in kinds.items():
-        holders = [name for name in names if word in name]
-        if holders:
-            raise Incompatible(
-                f"{file.path}: {reason}: {', '.join(holders[:5])}",
-                code=code,
-                hint="train the expert as plain LoRA on linear layers",
-                path=file.path,
-                found=holders[:5],
-            )
-    lora = {name for name in names if _LORA.fullmatch(name)}
-    full = [name for name in names if name not in lora]
-    if (full and lora) or (full and not any("lora_" in name for name in names)):
-        shapes = [f"{name} {list(file.infos[name].shape)}" for name in full[:5]]
-        raise Unsafe(
-            f"{file.path} holds {len(full)} tensors that are not LoRA factors: {', '.join(shapes)}",
-            code="full_weights",
-            hint="an expert may change the base through low-rank deltas only; remove them",
-            path=file.path,
-            found=full[:5],
-        )
-    stray = [name for name in names if not _is_factor(name)]
-    if stray:
-        raise Incompatible(
-            f"{file.path}: {len(stray)} tensor names are not of the form"
-            f" {PREFIX}<module>.lora_A.weight: {', '.join(stray[:5])}",
-            code="names",
-            hint=_suggest_names(stray[0]),
-            path=file.path,
-            expected=f"{PREFIX}<module>.lora_A.weight",
-            found=stray[:5],
-        )
-
-
-def _is_factor(name: str) -> bool:
-    match = _LORA.fullmatch(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
-    return match is not None and _PATH.fullmatch(match["path"]) is not None
-
-
-def _suggest_names(name: str) -> str:
-    if name.startswith(PREFIX) and _LORA.fullmatch(name):
-        return "a module path is letters, digits, `_` and `-`, joined by dots"
-    adapter = re.fullmatch(r"(.+\.lora_[AB])\.([^.]+)\.weight", name)
-    if adapter:
-        return f"remove the adapter name: `{adapter[1]}.weight`"
-    if name.startswith("model.model."):
-        return f"replace the leading `model.` by `{PREFIX}`"
-    return f"rename the tensors: put `{PREFIX}` before the module path, e.g. `{PREFIX}{name}`"

@@ -87,7 +87,7 @@ def test_there_and_back(run, place):
     assert json.loads(text)["modules"] == 6
     code, _, err = run("compress", place / "back", "-o", b)
     assert code == 0, err
-    assert "that file again" in err
+    assert "that very file again" in err
     assert a.read_bytes() == b.read_bytes()
     assert run("eval", place / "back", "--base", "tiny", "--data", place / "val.jsonl")[0] == 0
 
@@ -176,3 +176,53 @@ def test_damaged_files_are_not_decompressed(run, place):
     assert "damaged" in err
     assert not (place / "back").exists()
     assert run("decompress", place / "none.cge", "-o", place / "back")[0] == 2
+
+
+@pytest.mark.parametrize("mode", ["ternary", "compeft"])
+def test_a_full_model_is_stored_as_its_difference(run, models, tmp_path, mode):
+    from cgmerge.modules.compress.container import CgeFile
+
+    full = support.make_full(tmp_path / "F", models / "B", std=0.05)
+    out = tmp_path / "f.cge"
+    words = ["compress", full, "--base", models / "B", "--mode", mode, "--density", 0.3, "-o", out]
+    code, text, err = run(*words, "--json")
+    assert code == 0, err
+    result = json.loads(text)
+    assert set(result) >= KEYS
+    assert result["size_bytes"] == out.stat().st_size
+    assert result["density"] == pytest.approx(0.3, abs=0.01)
+    before, after = support.load_tensors(models / "B"), support.load_tensors(full)
+    gap = size = 0.0
+    with CgeFile.open(out) as file:
+        assert file.manifest["peft"] is None
+        for name in file.coded:
+            exact = (after[name] - before[name]).double()
+            value = file.read(name).tensor().reshape(exact.shape).double()
+            gap, size = gap + float((exact - value).square().sum()), size + float((exact**2).sum())
+    assert result["delta_error"] == pytest.approx((gap / size) ** 0.5, rel=1e-3)
+    assert result["ratio_16bit"] > 8
+    assert run("decompress", out, "-o", tmp_path / "back")[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "add --base"),
+        (["--base", "B", "--mode", "svdq"], "mode svdq"),
+        (["--base", "B", "--target-ratio", "20"], "ratio"),
+        (["--base", "B", "--calibrate", "x.jsonl"], "scores adapters"),
+    ],
+)
+def test_what_a_full_model_cannot_have(run, models, tmp_path, words, says):
+    full = support.make_full(tmp_path / "F", models / "B", std=0.05)
+    words = [models / "B" if word == "B" else word for word in words]
+    code, _, err = run("compress", full, "-o", tmp_path / "f.cge", *words)
+    assert code == 2
+    assert says in err
+
+
+def test_a_full_model_that_is_the_base_is_refused(run, models, tmp_path):
+    same = support.make_full(tmp_path / "F", models / "B", std=0.0)
+    code, _, err = run("compress", same, "--base", models / "B", "-o", tmp_path / "f.cge")
+    assert code == 3
+    assert "nothing is left" in err

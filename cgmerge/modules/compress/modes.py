@@ -25,7 +25,7 @@ from cgmerge.modules.compress.fidelity import Fidelity, fidelity
 from cgmerge.modules.compress.rate import SCALE_BITS
 from cgmerge.modules.compress.sections import Coded
 from cgmerge.modules.compress.svdq import quantised_terms
-from cgmerge.modules.compress.termfit import CLOSE, Decompose, coded_terms, fit_terms
+from cgmerge.modules.compress.termfit import CLOSE, Decompose, Decomposer, coded_terms, fit_terms
 from cgmerge.modules.compress.ternary import ternary_terms
 from cgmerge.modules.compress.topk import top_k_signs
 
@@ -61,6 +61,8 @@ class Options:
         alpha: Of `compeft`, factor on σ.
         gauge: Of `ternary`: `svd` to choose signs for ΔW, `raw` to keep the factors' own basis.
         scaling: Module to what its B must still be multiplied by; absent is 1.
+        progress: Called with the number of modules done and the number of the pass over all of
+            them; how many passes a size takes is not known before.
     """
 
     density: float | None = None
@@ -70,6 +72,7 @@ class Options:
     alpha: float = 1.0
     gauge: Gauge = "svd"
     scaling: Mapping[str, float] = field(default_factory=dict)
+    progress: Callable[[int, int], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -191,11 +194,11 @@ class _Work:
             decompose, typical = quantised_terms, math.sqrt(per_entry)
             knobs = (1e-4 * typical, math.sqrt(self.energy), typical)
         if options.target is not None:
-            terms = fit_terms(self.exact, decompose, options.size_of, options.target, knobs)
+            size_of, target = options.size_of, options.target
         else:
-            count = _density(options) * self.entries
-            terms = fit_terms(self.exact, decompose, count_nonzero, count, knobs)
-        return coded_terms(terms)
+            size_of, target = count_nonzero, _density(options) * self.entries
+        make = Decomposer(self.exact, decompose, options.progress)
+        return coded_terms(fit_terms(make, size_of, target, knobs))
 
     def signs(self, mode: Mode) -> list[Coded]:
         """Take signs of the factors as they are, at the asked density or just below the size."""

@@ -11,7 +11,8 @@ from cgmerge.modules.adapter_config import parse_adapter_config
 from cgmerge.modules.card import BaseId, ExpertCard
 from cgmerge.modules.compress.container import CgeFile
 from cgmerge.modules.compress.manifest import LOSSLESS
-from cgmerge.modules.expert import COMPRESSED, PREFIX, Expert, Pair, check_rank, pair_up
+from cgmerge.modules.expert import COMPRESSED, Expert
+from cgmerge.modules.pairs import PREFIX, Pair, check_rank, pair_up
 from cgmerge.tensorfile import TensorInfo
 
 if TYPE_CHECKING:

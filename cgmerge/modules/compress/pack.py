@@ -12,6 +12,8 @@ from cgmerge.errors import UsageError
 from cgmerge.modules.adapter_out import AdapterForm, adapter_config
 from cgmerge.modules.base import Base
 from cgmerge.modules.compress.container import write_cge
+from cgmerge.modules.compress.fidelity import Fidelity
+from cgmerge.modules.compress.manifest import WRITTEN_HERE
 from cgmerge.modules.compress.modes import (
     MODES,
     Encoded,
@@ -21,6 +23,7 @@ from cgmerge.modules.compress.modes import (
     coded_bytes,
     encode,
 )
+from cgmerge.modules.compress.opened import CgeTensors
 from cgmerge.modules.compress.sidecar import Restored, read_sidecar
 from cgmerge.modules.expert import Expert, ExpertDeltas, open_expert
 
@@ -29,7 +32,9 @@ if TYPE_CHECKING:
 
 DEFAULT_MODE: Mode = "ternary"
 _TRIES = 4
-_SPARE = 16
+_SPARE, _MARGIN = 64, 1.03
+"""Bytes left free at first, as names and shapes deflate differently for every result."""
+
 _DIGITS = 6
 
 
@@ -130,7 +135,9 @@ class Plan:
         """Return the factors as trained, read lazily."""
         return _Raw(self.expert)
 
-    def options(self, target: float | None) -> Options:
+    def options(
+        self, target: float | None, progress: Callable[[int, int], None] | None = None
+    ) -> Options:
         """Return what the mode is asked for."""
         request = self.request
         return Options(
@@ -140,6 +147,7 @@ class Plan:
             alpha=1.0 if request.alpha is None else request.alpha,
             gauge=request.gauge or "svd",
             scaling={path: pair.scaling for path, pair in self.expert.pairs.items()},
+            progress=progress,
         )
 
 
@@ -169,7 +177,7 @@ def make_plan(ref: str, request: Request, base: Base | None = None) -> Plan:
     pairs = expert.pairs.values()
     entries = sum(pair.rank * (pair.out_features + pair.in_features) for pair in pairs)
     warnings = list(expert.warnings)
-    restored = read_sidecar(expert)
+    restored = _compressed_before(expert)
     if restored is not None:
         before = restored.fields.get("method", {}).get("asked", {})
         if request.asked() not in ({}, before):
@@ -181,7 +189,23 @@ def make_plan(ref: str, request: Request, base: Base | None = None) -> Plan:
     return Plan(expert, base, request, entries, restored, tuple(warnings))
 
 
-def compress(plan: Plan, make: Maker, fields_of: Fields) -> Encoded:
+def _compressed_before(expert: Expert) -> Restored | None:
+    """Return the file that an expert is, or was decompressed from."""
+    if not isinstance(expert.file, CgeTensors):
+        return read_sidecar(expert)
+    file = expert.file.file
+    if file.dense:
+        return None
+    fields = {key: value for key, value in file.manifest.items() if key not in WRITTEN_HERE}
+    return Restored([file.read(name) for name in file.coded], fields, dict(file.details))
+
+
+def compress(
+    plan: Plan,
+    make: Maker,
+    fields_of: Fields,
+    progress: Callable[[int, int], None] | None = None,
+) -> Encoded:
     """Encode, for a size that counts the whole file.
 
     Args:
@@ -189,6 +213,7 @@ def compress(plan: Plan, make: Maker, fields_of: Fields) -> Encoded:
         make: Encodes for options; called again where the first file is a little too large.
         fields_of: A manifest that is at least as long as the one that will be written: what it
             says takes bytes, too.
+        progress: Called with modules done and the number of the pass over them.
 
     Returns:
         The result; its file is no larger than asked for.
@@ -200,18 +225,19 @@ def compress(plan: Plan, make: Maker, fields_of: Fields) -> Encoded:
     """
     target = plan.target
     if target is None:
-        return make(plan.options(None))
+        return make(plan.options(None, progress))
     # What a file holds besides levels and scales hardly depends on the mode: a quick one tells.
     sample = encode(
         "ternary",
         plan.raw_factors(),
         Options(density=0.1, gauge="raw", scaling=plan.options(None).scaling),
     )
-    spare = _file_bytes(sample, fields_of(sample)) - coded_bytes(sample.coded) + _SPARE
+    overhead = _file_bytes(sample, fields_of(sample)) - coded_bytes(sample.coded)
+    spare = _MARGIN * overhead + _SPARE
     for _ in range(_TRIES):
         if spare >= target:
             break
-        encoded = make(plan.options(target - spare))
+        encoded = make(plan.options(target - spare, progress))
         size = _file_bytes(encoded, fields_of(encoded))
         if size <= target:
             return encoded
@@ -239,37 +265,42 @@ def manifest_fields(plan: Plan, encoded: Encoded, scores: list[dict[str, Any]]) 
     method: dict[str, Any] = {
         "mode": encoded.mode,
         "gauge": encoded.gauge,
-        "density": _short(encoded.density),
+        "density": short(encoded.density),
         "asked": plan.request.asked(),
     }
     if encoded.mode == "compeft":
         method["alpha"] = encoded.alpha
     else:
-        method["multiplier"] = _short(encoded.multiplier)
+        method["multiplier"] = short(encoded.multiplier)
     fields: dict[str, Any] = {
         "base": {"id": name or "unknown"} | ({"fingerprint": fingerprint} if fingerprint else {}),
         "peft": peft_config(expert, encoded),
         "method": method,
         "producer": f"cgmerge {__version__}",
         "sizes": {"bytes": expert.file.size, "parameters": plan.entries},
-        "fidelity": {
-            "error": _short(found.error),
-            "cosine": _short(found.cosine),
-            "cosine_min": _short(found.cosine_min),
-            "cosine_mean": _short(found.cosine_mean),
-            "emptied": len(found.emptied),
-        },
+        "fidelity": fidelity_fields(found),
         "parents": [{"name": expert.name, "sha256": expert.digest}],
     }
     return fields | ({"eval": scores} if scores else {})
 
 
-def manifest_details(encoded: Encoded) -> dict[str, Any]:
+def fidelity_fields(found: Fidelity) -> dict[str, Any]:
+    """Return what the manifest says of all modules together."""
+    return {
+        "error": short(found.error),
+        "cosine": short(found.cosine),
+        "cosine_min": short(found.cosine_min),
+        "cosine_mean": short(found.cosine_mean),
+        "emptied": len(found.emptied),
+    }
+
+
+def manifest_details(found: Fidelity) -> dict[str, Any]:
     """Return error and cosine of every module, for the index."""
-    modules = encoded.fidelity.modules
+    modules = found.modules
     return {
         "modules": {
-            name: [_short(part.error) if math.isfinite(part.error) else None, _short(part.cosine)]
+            name: [short(part.error) if math.isfinite(part.error) else None, short(part.cosine)]
             for name, part in sorted(modules.items())
         }
     }
@@ -292,7 +323,7 @@ def write_packed(
     out: Path, encoded: Encoded, fields: dict[str, Any], *, overwrite: bool = False
 ) -> int:
     """Write the file, atomically; return its bytes."""
-    details = manifest_details(encoded)
+    details = manifest_details(encoded.fidelity)
     return write_cge(out, encoded.coded, {}, fields, details=details, overwrite=overwrite).size
 
 
@@ -314,7 +345,7 @@ def _file_bytes(encoded: Encoded, fields: dict[str, Any]) -> int:
         return write_packed(Path(folder) / "size.cge", encoded, fields)
 
 
-def _short(value: float) -> float:
+def short(value: float) -> float:
     """Round what people read, so that the manifest's length hardly depends on it."""
     return float(f"{value:.{_DIGITS}g}")
 

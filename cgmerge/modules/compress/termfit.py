@@ -20,9 +20,39 @@ CLOSE = 0.99
 """Share of the size at which the search ends."""
 
 
+class Decomposer:
+    """Decomposes all modules with one knob, as often as a size takes.
+
+    Args:
+        exact: Module path to delta.
+        decompose: Terms of one module for a knob; more terms and levels for a lower knob.
+        progress: Called with the number of modules done and the number of the pass.
+    """
+
+    def __init__(
+        self,
+        exact: Mapping[str, LowRank],
+        decompose: Decompose,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.exact = exact
+        self.decompose = decompose
+        self.progress = progress
+        self._passes = 0
+
+    def __call__(self, knob: float) -> dict[str, Terms]:
+        """Return the terms of every module."""
+        self._passes += 1
+        found: dict[str, Terms] = {}
+        for name, delta in self.exact.items():
+            found[name] = self.decompose(delta, knob)
+            if self.progress:
+                self.progress(len(found), self._passes)
+        return found
+
+
 def fit_terms(
-    exact: Mapping[str, LowRank],
-    decompose: Decompose,
+    make: Decomposer,
     measure: Measure,
     target: float,
     knobs: tuple[float, float, float],
@@ -30,8 +60,7 @@ def fit_terms(
     """Decompose all modules so that the result measures at most `target`.
 
     Args:
-        exact: Module path to delta.
-        decompose: Terms of one module for a knob; more terms and levels for a lower knob.
+        make: Terms of all modules for a knob.
         measure: Size of coded tensors.
         target: In the same unit.
         knobs: Lowest, highest and first knob to try.
@@ -42,7 +71,7 @@ def fit_terms(
     """
     low, high, start = knobs
     found = fit(
-        lambda knob: {name: decompose(delta, knob) for name, delta in exact.items()},
+        make,
         lambda terms: measure(coded_terms(terms)),
         (CLOSE * target, target),
         (low, high),
@@ -51,7 +80,7 @@ def fit_terms(
     if found.above is None or found.above is found.below:
         assert found.below is not None
         return found.below
-    pruned = _pruned(exact, found.above, measure, target)
+    pruned = _pruned(make.exact, found.above, measure, target)
     if found.below is None or measure(coded_terms(pruned)) > measure(coded_terms(found.below)):
         return pruned
     return found.below

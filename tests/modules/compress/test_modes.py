@@ -256,6 +256,14 @@ def test_svdq_is_never_much_worse_than_ternary_on_flat_spectra(ratio):
     assert svdq <= 1.02 * raw.fidelity.error
 
 
+@pytest.mark.parametrize("mode", ["ternary", "svdq"])
+def test_progress_counts_modules_and_passes(expert, mode):
+    seen = []
+    encode(mode, expert, Options(density=0.2, progress=lambda *step: seen.append(step)))
+    passes = seen[-1][1]
+    assert seen == [(done, number) for number in range(1, passes + 1) for done in (1, 2, 3)]
+
+
 def test_decoding_by_hand():
     coded = [
         Coded("m.lora_A", np.array([[1, -2, 0], [0, 1, 3]], np.int8), np.array([0.5], np.float32)),

@@ -149,6 +149,17 @@ def test_another_request_compresses_once_more(expert, tmp_path):
     assert "compressed before" in other.warnings[0]
 
 
+def test_a_compressed_file_is_not_silently_compressed_again(expert, tmp_path):
+    pack(expert, tmp_path / "a.cge", mode="svdq", density=0.4)
+    same = make_plan(str(tmp_path / "a.cge"), Request())
+    assert same.mode == "svdq"
+    write_restored(tmp_path / "b.cge", same.restored)
+    assert sha256(tmp_path / "a.cge") == sha256(tmp_path / "b.cge")
+    other = make_plan(str(tmp_path / "a.cge"), Request(mode="ternary"))
+    assert other.restored is None
+    assert "compressed before" in other.warnings[0]
+
+
 @pytest.mark.parametrize(
     "break_it",
     [
