@@ -251,9 +251,6 @@ def create_file(path: Path, data: bytes) -> bool:
 
     Returns:
         False where there was one already; it is left alone.
-
-    Raises:
-        StorageError: The operating system refused.
     """
     try:
         with _replacing(path, len(data), overwrite=False, put=_link) as temporary:
@@ -264,7 +261,7 @@ def create_file(path: Path, data: bytes) -> bool:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Give a file a name that nothing has; the old one is removed by the caller."""
+    """Give a file a second name, which nothing has yet."""
     try:
         os.link(source, target)
     except FileExistsError:
@@ -276,27 +273,17 @@ def _link(source: Path, target: Path) -> None:
 
 
 def remove_place(path: Path) -> None:
-    """Remove a file or a folder in one step; nothing happens where there is nothing.
-
-    A folder is gone at once; its content is removed afterwards, by the next writer if need be.
-
-    Raises:
-        StorageError: The operating system refused.
-    """
+    """Remove a file or a folder in one step; nothing happens where there is nothing."""
     path = absolute(path)
-    with _storage_errors(path, 0):
-        if path.is_dir() and not path.is_symlink():
-            gone = _temporary_beside(path)
-            _step("rename", path)
-            path.rename(gone)
+    gone = _temporary_beside(path)
+    with _storage_errors(path, 0), contextlib.suppress(FileNotFoundError):
+        _step("rename", path)
+        path.rename(gone)
+        try:
+            _sync_folder(path.parent)
             _step("remove", gone)
-            shutil.rmtree(gone, ignore_errors=True)
-        elif os.path.lexists(path):
-            _step("remove", path)
-            path.unlink(missing_ok=True)
-        else:
-            return
-        _sync_folder(path.parent)
+        finally:
+            remove(gone)
 
 
 def move_file(source: Path, target: Path) -> None:
@@ -426,28 +413,32 @@ def _umask() -> int:
 
 def _temporary_beside(path: Path) -> Path:
     """Name a private file or folder that `_collect_leftovers` knows as ours."""
-    name = f".{cut_name(path.name, _NAME_BYTES)}{_MARK}{_writer_id()}-{secrets.token_hex(4)}"
+    name = f".{cut_name(path.name, _NAME_BYTES)}{_MARK}{writer_id()}-{secrets.token_hex(4)}"
     return path.with_name(name)
 
 
-def _writer_id() -> str:
-    """Name this process so that a later writer can tell whether it still lives."""
+def writer_id() -> str:
+    """Name this process so that others can tell whether it still lives; see `writer_is_dead`."""
     host = zlib.crc32(socket.gethostname().encode())
     return f"{host:08x}-{os.getpid()}"
 
 
+def writer_is_dead(writer: str) -> bool:
+    """Whether the process with this `writer_id` ran on this machine and is gone."""
+    host, number = (*writer.split("-"), "")[:2]
+    return host == writer_id().split("-")[0] and number.isdigit() and not _alive(int(number))
+
+
 def _collect_leftovers(folder: Path) -> None:
     """Remove temporaries of writers that were killed: on this host when the process is gone."""
-    host = f"{zlib.crc32(socket.gethostname().encode()):08x}"
+    here = writer_id().partition("-")[0]
     with contextlib.suppress(OSError):
         for entry in list(os.scandir(folder)):
             _, mark, tail = entry.name.partition(_MARK)
             if not mark or not entry.name.startswith("."):
                 continue
-            parts = tail.split("-")
             age = time.time() - entry.stat(follow_symlinks=False).st_mtime
-            dead = parts[0] == host and parts[1].isdigit() and not _alive(int(parts[1]))
-            if dead or (parts[0] != host and age > _DAY):
+            if writer_is_dead(tail) or (not tail.startswith(here) and age > _DAY):
                 remove(Path(entry.path))
 
 

@@ -7,6 +7,7 @@ what is near it, never with a hub look-up.
 
 import math
 import os
+import re
 from pathlib import Path
 
 from cgmerge import fs
@@ -14,6 +15,7 @@ from cgmerge.errors import EnvironmentProblem, NotFound, UsageError
 from cgmerge.nearest import nearest
 
 _REMOTE = "hf://"
+_LIBRARY = "cgmerge-library.json"
 
 
 def local_folder(ref: str, *, what: str) -> Path:
@@ -45,6 +47,10 @@ def local_place(ref: str, *, what: str, suffix: str | None = None) -> Path:
     if ref.startswith(_REMOTE):
         return _fetch(ref, what)
     path = fs.absolute(expanded(ref))
+    if suffix is not None and is_in_library(path):
+        from cgmerge.modules.library.fetch import expert_folder
+
+        return expert_folder(str(path.parent), path.name)
     if os.path.isdir(path):  # noqa: PTH112  (Path.is_dir raises where a parent is not readable)
         if not os.access(path, os.R_OK | os.X_OK):
             raise EnvironmentProblem(f"{path} cannot be read: permission denied", code="permission")
@@ -62,6 +68,28 @@ def local_place(ref: str, *, what: str, suffix: str | None = None) -> Path:
     if hint is None and plain and not os.path.lexists(path.parent):
         hint = f"for a repository on the hub write {_REMOTE}{ref}"
     raise NotFound(f"no such {what}: {ref}", code="folder", hint=hint, path=path)
+
+
+def is_in_library(path: Path) -> bool:
+    """Whether a path means an expert of a library: its parent is one, and it is no folder of it."""
+    marked = os.path.isfile(path.parent / _LIBRARY)  # noqa: PTH113  (raises on odd names)
+    return marked and not os.path.lexists(path)
+
+
+def label(ref: str, place: Path) -> str:
+    """Return what to call an expert that does not name itself.
+
+    Args:
+        ref: What the user wrote.
+        place: Where that is: a folder, or a `.cge` file, or one in a folder of its own.
+
+    Returns:
+        The name of folder or file; where that is a digest, the last word of the reference.
+    """
+    folder = place.parent if place.name == "expert.cge" else place
+    if re.fullmatch(r"(.*@)?[0-9a-f]{40}([0-9a-f]{24})?", folder.name):
+        return ref.partition("@")[0].rstrip("/").rpartition("/")[2]
+    return folder.name.removesuffix(".cge")
 
 
 def parse_weighted(text: str) -> tuple[str, float | None]:

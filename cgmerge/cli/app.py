@@ -26,6 +26,7 @@ from cgmerge.cli import (
     evaluate,
     extract,
     inspect,
+    library,
     methods,
     stats,
     train,
@@ -79,6 +80,10 @@ app.command("inspect", rich_help_panel="Experts")(inspect.inspect)
 app.command("compress", rich_help_panel="Experts")(compress.compress)
 app.command("decompress", rich_help_panel="Experts")(decompress.decompress)
 app.command("stats", rich_help_panel="Experts")(stats.stats)
+app.command("ls", rich_help_panel="Library")(library.ls)
+app.command("add", rich_help_panel="Library")(library.add)
+app.command("rm", rich_help_panel="Library")(library.rm)
+app.command("verify", rich_help_panel="Library")(library.verify)
 app.command("compose", rich_help_panel="Compose")(compose.compose)
 app.command("extract", rich_help_panel="Compose")(extract.extract)
 app.command("methods", rich_help_panel="Compose")(methods.methods)

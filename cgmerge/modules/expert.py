@@ -18,7 +18,7 @@ from cgmerge.modules.adapter_config import AdapterConfig, parse_adapter_config
 from cgmerge.modules.base import Base, ModuleShape
 from cgmerge.modules.card import ExpertCard, read_card
 from cgmerge.modules.pairs import CONFIG, PREFIX, Pair, Tensors, pair_up
-from cgmerge.refs import local_place
+from cgmerge.refs import label, local_place
 from cgmerge.tensorfile import TensorFile, read_small
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def open_expert(ref: str, *, base: Base | None = None) -> Expert:
         Incompatible: Features that a plain LoRA delta cannot hold.
     """
     folder = local_place(ref, what="expert", suffix=COMPRESSED)
-    compressed = _compressed(folder)
+    compressed = compressed_file(folder)
     if compressed is not None:
         from cgmerge.modules.compress.opened import open_compressed
 
@@ -213,13 +213,13 @@ def open_expert(ref: str, *, base: Base | None = None) -> Expert:
     warnings: tuple[str, ...] = ()
     if (folder / "adapter_model.bin").exists():
         warnings = (f"{folder}: adapter_model.bin (pickle) is ignored",)
-    name = readable(card.skill if card else folder.name, 200).replace("\n", " ")
+    name = readable(card.skill if card else label(ref, folder), 200).replace("\n", " ")
     return Expert(ref, name, folder, config, card, pairs, file, warnings, text)
 
 
 def is_adapter(place: Path) -> bool:
     """Whether a folder or file looks like an adapter, compressed or not."""
-    return (place / CONFIG).exists() or _compressed(place) is not None
+    return (place / CONFIG).exists() or compressed_file(place) is not None
 
 
 def check_modules(expert: Expert, base: Base) -> dict[str, ModuleShape]:
@@ -319,7 +319,7 @@ def _check_present(folder: Path) -> None:
         raise NotFound(f"{folder} holds no {WEIGHTS}", code="expert", path=folder)
 
 
-def _compressed(place: Path) -> Path | None:
+def compressed_file(place: Path) -> Path | None:
     """Return the compressed file that a reference stands for, if it does."""
     if place.is_file():
         return place

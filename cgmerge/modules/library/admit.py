@@ -10,9 +10,10 @@ from cgmerge.errors import Damaged, UsageError, readable
 from cgmerge.modules.card import CARD
 from cgmerge.modules.compress.container import CgeFile
 from cgmerge.modules.compress.sidecar import SIDECAR
-from cgmerge.modules.expert import COMPRESSED, CONFIG, WEIGHTS, Expert, compressed_file, open_expert
+from cgmerge.modules.expert import COMPRESSED, WEIGHTS, Expert, compressed_file, open_expert
 from cgmerge.modules.library.entry import Entry, Part, check_name, digest_of
 from cgmerge.modules.library.store import Source
+from cgmerge.modules.pairs import CONFIG
 from cgmerge.modules.recipe import RECORD
 from cgmerge.refs import label, local_place
 from cgmerge.tensorfile import file_sha256
@@ -32,14 +33,14 @@ class Item:
 
 
 def admit(
-    ref: str, *, name: str | None = None, license: str | None = None, tags: Sequence[str] = ()
+    ref: str, *, name: str | None = None, licence: str | None = None, tags: Sequence[str] = ()
 ) -> Item:
     """Check an expert down to its last number and describe it.
 
     Args:
         ref: As everywhere.
         name: In the library; by default that of its folder or file.
-        license: Where the expert itself does not say.
+        licence: Where the expert itself does not say.
         tags: More words to find it by.
 
     Raises:
@@ -47,7 +48,7 @@ def admit(
         Damaged: Also values that are not finite, or an expert that changes nothing.
         UsageError: Names that a library cannot take.
     """
-    _check_words(license, tags)
+    _check_words(licence, tags)
     place = local_place(ref, what="expert", suffix=COMPRESSED)
     chosen = check_name(name if name is not None else label(ref, place))
     small = compressed_file(place)
@@ -63,7 +64,7 @@ def admit(
         finally:
             expert.file.close()
     words = (*tags, *(tag for tag in entry.tags if tag not in tags))
-    return Item(replace(entry, license=license or entry.license, tags=words), sources)
+    return Item(replace(entry, license=licence or entry.license, tags=words), sources)
 
 
 def check_values(expert: Expert) -> None:
@@ -179,10 +180,10 @@ def _line(text: str) -> str:
     return readable(text, 200).replace("\n", " ")
 
 
-def _check_words(license: str | None, tags: Sequence[str]) -> None:
-    if license is not None and not _SPDX.fullmatch(license):
+def _check_words(licence: str | None, tags: Sequence[str]) -> None:
+    if licence is not None and not _SPDX.fullmatch(licence):
         raise UsageError(
-            f"the licence {license[:60]!r} is not a short name such as `apache-2.0` or `mit`",
+            f"the licence {licence[:60]!r} is not a short name such as `apache-2.0` or `mit`",
             code="license",
         )
     odd = next((tag for tag in tags if not _TAG.fullmatch(tag)), None)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cgmerge import fs
-from cgmerge.errors import CgmergeError, Damaged, Unsafe
+from cgmerge.errors import CgmergeError, Damaged, NotFound, Unsafe
 from cgmerge.modules.library.store import Source
 from cgmerge.tensorfile import open_regular, read_small
 
@@ -38,9 +38,12 @@ class Folder:
 
     def read_all(self, folder: str, *, limit: int) -> Iterator[tuple[str, bytes | CgmergeError]]:
         """Read all files of a folder."""
+        stem = f"{self.root / folder}/"  # a path object for each of thousands takes its time
         for name in self.names(folder):
             try:
-                yield name, read_small(self.root / folder / name, limit=limit)
+                yield name, read_small(stem + name, limit=limit)
+            except NotFound:
+                continue  # removed since
             except CgmergeError as error:
                 yield name, error
 
