@@ -28,6 +28,7 @@ from cgmerge.cli import (
     inspect,
     library,
     methods,
+    sharing,
     stats,
     train,
 )
@@ -84,6 +85,9 @@ app.command("ls", rich_help_panel="Library")(library.ls)
 app.command("add", rich_help_panel="Library")(library.add)
 app.command("rm", rich_help_panel="Library")(library.rm)
 app.command("verify", rich_help_panel="Library")(library.verify)
+app.command("pull", rich_help_panel="Library")(sharing.pull)
+app.command("push", rich_help_panel="Library")(sharing.push)
+app.command("lock", rich_help_panel="Library")(sharing.lock)
 app.command("compose", rich_help_panel="Compose")(compose.compose)
 app.command("extract", rich_help_panel="Compose")(extract.extract)
 app.command("methods", rich_help_panel="Compose")(methods.methods)

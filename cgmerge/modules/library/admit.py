@@ -12,14 +12,13 @@ from cgmerge.modules.compress.container import CgeFile
 from cgmerge.modules.compress.sidecar import SIDECAR
 from cgmerge.modules.expert import COMPRESSED, WEIGHTS, Expert, compressed_file, open_expert
 from cgmerge.modules.library.entry import Entry, Part, check_name, digest_of
-from cgmerge.modules.library.store import Source
+from cgmerge.modules.library.store import STORED, Source
 from cgmerge.modules.pairs import CONFIG
 from cgmerge.modules.recipe import RECORD
 from cgmerge.refs import label, local_place
 from cgmerge.tensorfile import file_sha256
 
 PAGE = "README.md"
-STORED = f"expert{COMPRESSED}"
 _SPDX = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]{0,63}")
 _TAG = re.compile(r"[\w][\w .:/+-]{0,63}")
 

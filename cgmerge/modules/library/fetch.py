@@ -5,15 +5,30 @@ used, once in each process, and fetched again when it was damaged.
 """
 
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from cgmerge import fs
 from cgmerge.errors import Damaged, NotFound
-from cgmerge.modules.library.entry import Entry, Part
-from cgmerge.modules.library.library import open_library, settled
-from cgmerge.modules.library.store import OBJECTS, Store
+from cgmerge.modules.library.entry import Entry, Part, digest_of
+from cgmerge.modules.library.hub import Repository, parse_ref
+from cgmerge.modules.library.library import has_mark, open_library, settled
+from cgmerge.modules.library.store import (
+    COMPRESSED,
+    CONFIG,
+    HUB,
+    MARK,
+    OBJECTS,
+    STORED,
+    Store,
+    open_store,
+)
 from cgmerge.tensorfile import file_sha256
+
+_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "tokenizer*"]
+_ENDINGS = (".json", ".safetensors", ".cge", ".md", ".model", ".jinja", ".txt")
+_MAX_FILES = 64
 
 _checked: dict[tuple[str, str], tuple[tuple[str, int, int, int], ...]] = {}
 """Folders that were hashed, and what the system said of their files then."""
@@ -41,6 +56,96 @@ def expert_folder(library: str, name: str) -> Path:
     """
     store = open_library(library)
     return fetched(store, settled(store, name))
+
+
+def place_of(ref: str, what: str, *, offline: bool = False) -> Path:
+    """Return the folder of an expert at a URL or on the hub, fetched.
+
+    Args:
+        ref: `URL/LIB/NAME`, `URL/FOLDER`, `URL/FILE.cge`, `hf://user/repo[/name][@revision]`.
+        what: What to call it in messages.
+        offline: Ask nobody.
+
+    Returns:
+        A folder with the expert's files, or the hub's own folder of a full model.
+
+    Raises:
+        NotFound: Nothing there, or a library without a name of an expert in it.
+        EnvironmentProblem: It cannot be reached, or is not in the cache while offline.
+    """
+    if ref.startswith(HUB):
+        named = parse_ref(ref)
+        if named.name is not None:
+            return expert_folder(named.library, named.name)
+    else:
+        parent, _, name = ref.rstrip("/").rpartition("/")
+        if name and not parent.endswith("/") and has_mark(open_store(parent)):
+            return expert_folder(parent, name)
+        if name.endswith(COMPRESSED):
+            return _plain(open_store(parent), {STORED: name})
+    store = Repository(ref, offline=offline) if ref.startswith(HUB) else open_store(ref)
+    sizes = store.sizes("")
+    if MARK in sizes:
+        raise NotFound(
+            f"{ref} is a library; the {what} is one of its experts",
+            code="library",
+            hint=f"cgmerge ls {ref} lists them: {ref}/NAME",
+        )
+    if not {CONFIG, STORED} & set(sizes):
+        if isinstance(store, Repository) and "config.json" in sizes:
+            return hub_model(ref, what)
+        shown = f"it holds {', '.join(sorted(sizes)[:8])}" if sizes else "nothing is there"
+        raise NotFound(f"no such {what}: {ref}", code="folder", hint=shown)
+    files = {name: name for name, size in sizes.items() if size >= 0 and _wanted(name)}
+    return _plain(store, files)
+
+
+def _plain(store: Store, files: Mapping[str, str]) -> Path:
+    """Fetch files that nobody promised a digest of, and keep them under the one that they have."""
+    cache = cache_folder() / OBJECTS
+    with tempfile.TemporaryDirectory(prefix="cgmerge-") as folder:
+        stage = Path(folder)
+        parts = {}
+        for name, path in sorted(files.items())[:_MAX_FILES]:
+            digest = fs.write_chunks(stage / name, store.chunks(path), 0)
+            parts[name] = Part(digest, (stage / name).stat().st_size)
+        digest = digest_of(parts)
+        place = cache / digest
+        try:
+            check_folder(place, digest, parts)
+        except (Damaged, NotFound):
+            with fs.new_folder(place, overwrite=True) as kept:
+                for name in parts:
+                    fs.copy_file(stage / name, kept / name)
+    return place
+
+
+def hub_model(ref: str, what: str) -> Path:
+    """Fetch a full model from the hub into the hub's own cache, whose folder is returned."""
+    from huggingface_hub import snapshot_download
+
+    repository = Repository(ref)
+    with repository.errors(what):
+        return Path(
+            snapshot_download(
+                repository.ref.repo, revision=repository.revision, allow_patterns=_MODEL_FILES
+            )
+        )
+
+
+def cached(ref: str, what: str) -> Path | None:
+    """Return the expert `user/repo` that was fetched from the hub before; nobody is asked."""
+    home = os.environ.get("HF_HOME") or Path(
+        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"
+    )
+    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
+    if not (hub / f"models--{ref.replace('/', '--')}" / "snapshots").is_dir():
+        return None
+    return place_of(f"{HUB}{ref}", what, offline=True)
+
+
+def _wanted(name: str) -> bool:
+    return name.endswith(_ENDINGS) and not name.startswith(".")
 
 
 def fetched(store: Store, entry: Entry) -> Path:

@@ -15,6 +15,8 @@ MARK = "cgmerge-library.json"
 MARK_SCHEMA = "cgmerge.library/1"
 ENTRIES, OBJECTS, REMOVING = "entries", "objects", "removing"
 HUB = "hf://"
+# As in `modules.expert`, which is heavier to import than listing a library may be.
+CONFIG, COMPRESSED, STORED = "adapter_config.json", ".cge", "expert.cge"
 
 
 @dataclass(frozen=True, slots=True)
