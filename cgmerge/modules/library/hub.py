@@ -8,6 +8,7 @@ somebody else was faster it is made again.
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from cgmerge.modules.library.store import HUB
 from cgmerge.tensorfile import open_regular, read_small
 
 _PIECE = 1 << 22
-_REPO = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+_REPO = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}/[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +203,8 @@ class Repository:
 
         where = f"{self.ref.library}: {what}"
         try:
-            yield
+            with _without_bars():
+                yield
         except RemoteEntryNotFoundError as error:
             raise NotFound(f"{where} does not exist", code="file") from error
         except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
@@ -223,13 +225,34 @@ class Repository:
             ) from error
         except (HfHubHTTPError, OSError) as error:
             raise self._unreachable(where, error) from error
+        except (RuntimeError, ValueError) as error:  # an upload that broke; a page it cannot read
+            raise self._unreachable(where, error.__cause__ or error) from error
 
-    def _unreachable(self, where: str, error: Exception) -> EnvironmentProblem:
+    def _unreachable(self, where: str, error: BaseException) -> EnvironmentProblem:
         return EnvironmentProblem(
-            f"{where} cannot be fetched: {error}",
+            f"{where}: the hub cannot be used: {error}",
             code="hub",
             hint="check the name and the connection, or pass a local folder",
         )
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keep the client's bars off what is no terminal."""
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    quiet = sys.stderr.isatty() or are_progress_bars_disabled()
+    if not quiet:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not quiet:
+            enable_progress_bars()
 
 
 def _offline() -> bool:

@@ -146,15 +146,17 @@ def _committed(
     for _ in range(_TRIES):
         repository = Repository(url)
         branch = repository.ref.revision
-        repository.commit = head = repository.head()
-        with repository.errors(message):
-            if head is None and create:
+        head = repository.head()
+        if head is None and create:
+            with repository.errors("the new repository"):
                 api.create_repo(repository.ref.repo, private=private or None, exist_ok=True)
-                repository.commit = head = repository.head()
-            done, operations = change(repository)
-            if not operations:
-                return done
-            try:
+            head = repository.head()
+        repository.commit = head
+        done, operations = change(repository)
+        if not operations:
+            return done
+        try:
+            with repository.errors(message):
                 api.create_commit(
                     repository.ref.repo,
                     operations,
@@ -162,10 +164,11 @@ def _committed(
                     revision=branch,
                     parent_commit=head,
                 )
-            except HfHubHTTPError as error:
-                if error.response.status_code not in _CONFLICT:
-                    raise
+        except EnvironmentProblem as error:
+            cause = error.__cause__
+            if isinstance(cause, HfHubHTTPError) and cause.response.status_code in _CONFLICT:
                 continue
+            raise
         return done
     raise EnvironmentProblem(
         f"{url} was changed by others {_TRIES} times in a row", code="hub", hint="try again"

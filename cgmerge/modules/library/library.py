@@ -122,7 +122,7 @@ def find(store: Store, name: str) -> Entry:
             data = store.read(path, limit=MAX_BYTES)
         except NotFound:
             pass
-        except CgmergeError as error:
+        except LimitExceeded as error:
             return _parsed(store, file_name(name), error)
         else:
             return _parsed(store, file_name(name), data)
