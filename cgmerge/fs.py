@@ -21,7 +21,7 @@ import socket
 import sys
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,7 @@ _STORAGE_ERRNOS = {
     errno.ENAMETOOLONG: "the name is too long",
     errno.ENOTDIR: "a part of the path is a file, not a folder",
 }
+_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV}
 
 
 def _step(operation: str, path: Path) -> None:
@@ -221,7 +222,9 @@ def replace_tensors(
 
 
 @contextlib.contextmanager
-def _replacing(path: Path, size: int, *, overwrite: bool) -> Iterator[Path]:
+def _replacing(
+    path: Path, size: int, *, overwrite: bool, put: Callable[[Path, Path], object] = Path.replace
+) -> Iterator[Path]:
     """Yield a temporary beside `path` that takes its place when it was filled."""
     path = absolute(path)
     if path.is_dir():
@@ -237,10 +240,50 @@ def _replacing(path: Path, size: int, *, overwrite: bool) -> Iterator[Path]:
         with _storage_errors(path, size):
             temporary.chmod(0o666 & ~_umask())
             _step("rename", path)
-            temporary.replace(path)
+            put(temporary, path)
             _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def create_file(path: Path, data: bytes) -> bool:
+    """Put a new file in place atomically; of several writers exactly one succeeds.
+
+    Returns:
+        False where there was one already; it is left alone.
+    """
+    try:
+        with _replacing(path, len(data), overwrite=False, put=_link) as temporary:
+            write_bytes(temporary, data)
+    except UsageError:
+        return False
+    return True
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file a second name, which nothing has yet."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        raise _exists(target) from None
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        source.replace(target)  # a file system without links: the best that it can do
+
+
+def remove_place(path: Path) -> None:
+    """Remove a file or a folder in one step; nothing happens where there is nothing."""
+    path = absolute(path)
+    gone = _temporary_beside(path)
+    with _storage_errors(path, 0), contextlib.suppress(FileNotFoundError):
+        _step("rename", path)
+        path.rename(gone)
+        try:
+            _sync_folder(path.parent)
+            _step("remove", gone)
+        finally:
+            remove(gone)
 
 
 def move_file(source: Path, target: Path) -> None:
@@ -370,28 +413,32 @@ def _umask() -> int:
 
 def _temporary_beside(path: Path) -> Path:
     """Name a private file or folder that `_collect_leftovers` knows as ours."""
-    name = f".{cut_name(path.name, _NAME_BYTES)}{_MARK}{_writer_id()}-{secrets.token_hex(4)}"
+    name = f".{cut_name(path.name, _NAME_BYTES)}{_MARK}{writer_id()}-{secrets.token_hex(4)}"
     return path.with_name(name)
 
 
-def _writer_id() -> str:
-    """Name this process so that a later writer can tell whether it still lives."""
+def writer_id() -> str:
+    """Name this process so that others can tell whether it still lives; see `writer_is_dead`."""
     host = zlib.crc32(socket.gethostname().encode())
     return f"{host:08x}-{os.getpid()}"
 
 
+def writer_is_dead(writer: str) -> bool:
+    """Whether the process with this `writer_id` ran on this machine and is gone."""
+    host, number = (*writer.split("-"), "")[:2]
+    return host == writer_id().split("-")[0] and number.isdigit() and not _alive(int(number))
+
+
 def _collect_leftovers(folder: Path) -> None:
     """Remove temporaries of writers that were killed: on this host when the process is gone."""
-    host = f"{zlib.crc32(socket.gethostname().encode()):08x}"
+    here = writer_id().partition("-")[0]
     with contextlib.suppress(OSError):
         for entry in list(os.scandir(folder)):
             _, mark, tail = entry.name.partition(_MARK)
             if not mark or not entry.name.startswith("."):
                 continue
-            parts = tail.split("-")
             age = time.time() - entry.stat(follow_symlinks=False).st_mtime
-            dead = parts[0] == host and parts[1].isdigit() and not _alive(int(parts[1]))
-            if dead or (parts[0] != host and age > _DAY):
+            if writer_is_dead(tail) or (not tail.startswith(here) and age > _DAY):
                 remove(Path(entry.path))
 
 

@@ -1,12 +1,14 @@
 """What the user may write for an expert or a base, and how it becomes a local folder.
 
-A reference is a local folder unless it is written as an explicit remote one (`hf://user/repo` or
-`hf://user/repo@revision`); only that form may use the network. A misspelt path is answered with
-what is near it, never with a hub look-up.
+A reference is a local path unless it is written as an explicit remote one: `hf://user/repo`,
+`hf://user/repo/name@revision`, or another URL; only those may use the network. `LIB/name` is an
+expert of a library. `user/repo` is what was fetched from the hub before, where there is no such
+path. A misspelt path is answered with what is near it, never with a hub look-up.
 """
 
 import math
 import os
+import re
 from pathlib import Path
 
 from cgmerge import fs
@@ -14,6 +16,7 @@ from cgmerge.errors import EnvironmentProblem, NotFound, UsageError
 from cgmerge.nearest import nearest
 
 _REMOTE = "hf://"
+_LIBRARY = "cgmerge-library.json"
 
 
 def local_folder(ref: str, *, what: str) -> Path:
@@ -25,9 +28,9 @@ def local_place(ref: str, *, what: str, suffix: str | None = None) -> Path:
     """Turn a reference into a local folder, or into a file where some are taken.
 
     Args:
-        ref: A path, or `hf://user/repo[@revision]`.
+        ref: A path, `hf://user/repo[@revision]`; for experts also the other forms.
         what: What to call it in messages, e.g. `base model`.
-        suffix: Of files that are taken in place of a folder, e.g. `.cge`.
+        suffix: Of files that are taken in place of a folder, `.cge`: an expert is wanted.
 
     Returns:
         An absolute path of a folder that exists, or of something that is not a folder and has the
@@ -42,8 +45,9 @@ def local_place(ref: str, *, what: str, suffix: str | None = None) -> Path:
         raise UsageError(f"the {what} reference is empty", code="ref")
     if any("\ud800" <= char <= "\udfff" for char in ref):
         raise UsageError(f"the {what} reference {ref!r} is not valid Unicode", code="ref")
-    if ref.startswith(_REMOTE):
-        return _fetch(ref, what)
+    fetched = _fetched(ref, what, expert=suffix is not None)
+    if fetched is not None:
+        return fetched
     path = fs.absolute(expanded(ref))
     if os.path.isdir(path):  # noqa: PTH112  (Path.is_dir raises where a parent is not readable)
         if not os.access(path, os.R_OK | os.X_OK):
@@ -62,6 +66,58 @@ def local_place(ref: str, *, what: str, suffix: str | None = None) -> Path:
     if hint is None and plain and not os.path.lexists(path.parent):
         hint = f"for a repository on the hub write {_REMOTE}{ref}"
     raise NotFound(f"no such {what}: {ref}", code="folder", hint=hint, path=path)
+
+
+def _fetched(ref: str, what: str, *, expert: bool) -> Path | None:
+    """Return where an expert of a library, or something from elsewhere, lies; None for paths."""
+    from cgmerge.modules.library import store
+
+    path = store.local_path(ref) if ref.startswith("file://") else None
+    if path is None and "://" in ref:
+        from cgmerge.modules.library import fetch
+
+        if expert:
+            return fetch.place_of(ref, what)
+        if ref.startswith(_REMOTE):
+            return fetch.hub_model(ref, what)
+        raise UsageError(
+            f"a {what} cannot be read from {ref}",
+            code="ref",
+            hint=f"pass a local folder, or {_REMOTE}user/repo[@revision]",
+        )
+    place = path or fs.absolute(expanded(ref))
+    if expert and is_in_library(place):
+        from cgmerge.modules.library import fetch
+
+        return fetch.expert_folder(str(place.parent), place.name)
+    if expert and not os.path.lexists(place) and re.fullmatch(r"\w[\w.-]*/[\w.-]+", ref):
+        from cgmerge.modules.library import fetch
+
+        return fetch.cached(ref, what)
+    return path
+
+
+def is_in_library(path: Path) -> bool:
+    """Whether a path means an expert of a library: its parent is one, and it is no folder of it."""
+    marked = os.path.isfile(path.parent / _LIBRARY)  # noqa: PTH113  (raises on odd names)
+    return marked and not os.path.lexists(path)
+
+
+def label(ref: str, place: Path) -> str:
+    """Return what to call an expert that does not name itself.
+
+    Args:
+        ref: What the user wrote.
+        place: Where that is: a folder, or a `.cge` file, or one in a folder of its own.
+
+    Returns:
+        The name of folder or file; where that is a digest, the last word of the reference.
+    """
+    folder = place.parent if place.name == "expert.cge" else place
+    name = folder.name
+    if re.fullmatch(r"[0-9a-f]{40}([0-9a-f]{24})?", name):
+        name = ref.partition("@")[0].rstrip("/").rpartition("/")[2]
+    return name.removesuffix(".cge")
 
 
 def parse_weighted(text: str) -> tuple[str, float | None]:
@@ -108,21 +164,3 @@ def _near(path: Path) -> list[str]:
     except (OSError, ValueError):
         return []
     return nearest(path.name, names, count=3)
-
-
-def _fetch(ref: str, what: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    repo, _, revision = ref.removeprefix(_REMOTE).partition("@")
-    patterns = ["*.json", "*.safetensors", "*.cge", "*.model", "*.jinja", "tokenizer*"]
-    try:
-        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=patterns))
-    except HFValidationError as error:
-        raise UsageError(f"{ref} is not a hub reference: {error}", code="ref") from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise EnvironmentProblem(
-            f"cannot fetch the {what} {ref}: {error}",
-            code="hub",
-            hint="check the name and the connection, or pass a local folder",
-        ) from error

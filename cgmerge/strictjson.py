@@ -43,7 +43,9 @@ def loads(data: bytes, *, source: str, max_bytes: int = MAX_BYTES) -> Any:
             parse_float=lambda digits: _finite(digits, source),
             parse_int=lambda digits: _bounded(digits, source),
         )
-        text_ok = _encodable(value)
+        # Only an escape can make text that is not Unicode; looking at each string costs more than
+        # all the rest.
+        text_ok = "\\u" not in text or _encodable(value)
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise Damaged(f"{source} is not valid JSON: {error}", code="json") from error
     except RecursionError as error:
@@ -116,7 +118,7 @@ def _bounded(digits: str, source: str) -> int:
 def _encodable(value: Any) -> bool:
     """Whether every string can be written as UTF-8 (lone surrogates cannot)."""
     if isinstance(value, str):
-        return not any(0xD800 <= ord(char) <= 0xDFFF for char in value)
+        return value.isascii() or not any(0xD800 <= ord(char) <= 0xDFFF for char in value)
     if isinstance(value, list):
         return all(_encodable(item) for item in value)
     if isinstance(value, dict):

@@ -304,7 +304,7 @@ def header_bytes(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -
     return len(text).to_bytes(8, "little") + text
 
 
-def open_regular(path: Path, *, follow_links: bool = False) -> int:
+def open_regular(path: Path | str, *, follow_links: bool = False) -> int:
     """Open a regular file for reading; never a link, pipe, device or folder.
 
     Returns:
@@ -338,7 +338,7 @@ def open_regular(path: Path, *, follow_links: bool = False) -> int:
 
 
 def read_small(
-    path: Path, *, limit: int = strictjson.MAX_BYTES, follow_links: bool = False
+    path: Path | str, *, limit: int = strictjson.MAX_BYTES, follow_links: bool = False
 ) -> bytes:
     """Read a small regular file whole.
 
@@ -364,7 +364,7 @@ def file_sha256(path: Path, *, follow_links: bool = True) -> str:
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _naming(path: Path | str) -> Iterator[None]:
     """Let errors of reads name the file; the system knows only a handle by then."""
     try:
         yield

@@ -26,7 +26,9 @@ from cgmerge.cli import (
     evaluate,
     extract,
     inspect,
+    library,
     methods,
+    sharing,
     stats,
     train,
 )
@@ -79,6 +81,13 @@ app.command("inspect", rich_help_panel="Experts")(inspect.inspect)
 app.command("compress", rich_help_panel="Experts")(compress.compress)
 app.command("decompress", rich_help_panel="Experts")(decompress.decompress)
 app.command("stats", rich_help_panel="Experts")(stats.stats)
+app.command("ls", rich_help_panel="Library")(library.ls)
+app.command("add", rich_help_panel="Library")(library.add)
+app.command("rm", rich_help_panel="Library")(library.rm)
+app.command("verify", rich_help_panel="Library")(library.verify)
+app.command("pull", rich_help_panel="Library")(sharing.pull)
+app.command("push", rich_help_panel="Library")(sharing.push)
+app.command("lock", rich_help_panel="Library")(sharing.lock)
 app.command("compose", rich_help_panel="Compose")(compose.compose)
 app.command("extract", rich_help_panel="Compose")(extract.extract)
 app.command("methods", rich_help_panel="Compose")(methods.methods)

@@ -13,7 +13,7 @@ from cgmerge.modules.base import Base, open_base
 from cgmerge.modules.builtin import builtin_base
 from cgmerge.modules.expert import COMPRESSED, is_adapter, open_expert
 from cgmerge.modules.loading import LoadedBase, load_base
-from cgmerge.refs import local_place
+from cgmerge.refs import label, local_place
 from cgmerge.tensorfile import file_sha256
 
 BASE_NAME = "base"
@@ -104,7 +104,7 @@ def _open(spec: str, base: Base, *, force_base: bool) -> Target:
     name, ref = split_name(spec)
     built_in = builtin_base(ref)
     folder = built_in or local_place(ref, what="target", suffix=COMPRESSED)
-    name = name or (ref if built_in else folder.name.removesuffix(COMPRESSED))
+    name = name or (ref if built_in else label(ref, folder))
     if is_adapter(folder):
         return _open_adapter(name, ref, base, force_base=force_base)
     if (folder / "config.json").exists():

@@ -18,7 +18,7 @@ from cgmerge.modules.adapter_config import AdapterConfig, parse_adapter_config
 from cgmerge.modules.base import Base, ModuleShape
 from cgmerge.modules.card import ExpertCard, read_card
 from cgmerge.modules.pairs import CONFIG, PREFIX, Pair, Tensors, pair_up
-from cgmerge.refs import local_place
+from cgmerge.refs import label, local_place
 from cgmerge.tensorfile import TensorFile, read_small
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def open_expert(ref: str, *, base: Base | None = None) -> Expert:
     warnings: tuple[str, ...] = ()
     if (folder / "adapter_model.bin").exists():
         warnings = (f"{folder}: adapter_model.bin (pickle) is ignored",)
-    name = readable(card.skill if card else folder.name, 200).replace("\n", " ")
+    name = readable(card.skill if card else label(ref, folder), 200).replace("\n", " ")
     return Expert(ref, name, folder, config, card, pairs, file, warnings, text)
 
 

@@ -11,8 +11,9 @@ from cgmerge.modules.adapter_config import parse_adapter_config
 from cgmerge.modules.card import BaseId, ExpertCard
 from cgmerge.modules.compress.container import CgeFile
 from cgmerge.modules.compress.manifest import LOSSLESS
-from cgmerge.modules.expert import COMPRESSED, Expert
+from cgmerge.modules.expert import Expert
 from cgmerge.modules.pairs import PREFIX, Pair, check_rank, pair_up
+from cgmerge.refs import label
 from cgmerge.tensorfile import TensorInfo
 
 if TYPE_CHECKING:
@@ -97,11 +98,11 @@ def open_compressed(path: Path, ref: str) -> Expert:
         tensors = CgeTensors(file)
         lossless = manifest["method"]["mode"] == LOSSLESS
         pairs = pair_up(tensors, config) if lossless else _pairs(file)
-        card = _card(manifest, path)
+        card = _card(manifest, label(ref, path))
     except BaseException:
         file.close()
         raise
-    name = readable(card.skill if card else path.name.removesuffix(COMPRESSED), 200)
+    name = readable(card.skill if card else label(ref, path), 200)
     text = strictjson.canonical(manifest["peft"])
     return Expert(
         ref, name.replace("\n", " "), path, config, card, pairs, tensors, config_text=text
@@ -137,12 +138,12 @@ def _pairs(file: CgeFile) -> dict[str, Pair]:
     return pairs
 
 
-def _card(manifest: dict[str, Any], path: Path) -> ExpertCard | None:
+def _card(manifest: dict[str, Any], name: str) -> ExpertCard | None:
     """Return what the manifest says of skill and base; None where it names no fingerprint."""
     base, parents = manifest["base"], manifest.get("parents") or [{}]
     if base.get("fingerprint") is None:
         return None
-    skill = str(parents[0].get("name", path.name.removesuffix(COMPRESSED)))
+    skill = str(parents[0].get("name", name))
     labels = readable(skill, 200), readable(base["id"], 200)
     return ExpertCard(
         skill=labels[0].replace("\n", " "),

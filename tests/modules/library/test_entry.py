@@ -1,0 +1,228 @@
+"""Entries: what is written is read, and nothing else is believed."""
+
+import hashlib
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cgmerge.errors import Damaged, Incompatible, InputError, Unsafe, UsageError
+from cgmerge.modules.library.entry import (
+    MAX_BYTES,
+    Entry,
+    Part,
+    check_name,
+    digest_of,
+    is_name,
+    parse_entry,
+)
+
+HEX = "0123456789abcdef" * 4
+FILES = {"b.json": Part(HEX, 7), "a.bin": Part(HEX[::-1], 0)}
+
+
+def entry(**changes):
+    fields = {"name": "Sort-v1", "kind": "peft", "files": FILES, "digest": digest_of(FILES)}
+    return Entry(**{**fields, **changes})
+
+
+def parse(data, file="sort-v1.json"):
+    return parse_entry(data, file=file, source="LIB/entries/x")
+
+
+def edited(**changes):
+    raw = json.loads(entry().to_bytes())
+    return json.dumps({**raw, **changes}).encode()
+
+
+def test_the_digest_is_that_of_one_line_for_each_file():
+    """As `sha256sum` would make it of a text that anybody can write."""
+    lines = f"{HEX[::-1]} 0 a.bin\n{HEX} 7 b.json\n"
+    assert digest_of(FILES) == hashlib.sha256(lines.encode()).hexdigest()
+    assert digest_of(dict(reversed(FILES.items()))) == digest_of(FILES)
+
+
+def test_size_is_that_of_all_files():
+    assert entry().size == 7
+    assert entry().facts()["size_bytes"] == 7
+
+
+texts = st.text(st.characters(categories=["L", "N", "P", "S"]), max_size=30)
+
+
+@given(
+    st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,20}", fullmatch=True).filter(is_name),
+    st.sampled_from(["peft", "cge", "full"]),
+    st.dictionaries(
+        st.from_regex(r"[a-z0-9][a-z0-9._-]{0,9}", fullmatch=True),
+        st.builds(Part, st.just(HEX), st.integers(0, 2**50)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.dictionaries(texts, st.floats(allow_nan=False, allow_infinity=False) | st.integers(-9, 9)),
+    st.lists(texts, max_size=3).map(tuple),
+    texts,
+)
+def test_what_is_written_is_read(name, kind, files, scores, tags, text):
+    written = Entry(
+        name=name,
+        kind=kind,
+        files=files,
+        digest=digest_of(files),
+        expert=HEX,
+        base=text,
+        base_fingerprint=text,
+        skill=text,
+        parameters=5,
+        rank=3,
+        scores=scores,
+        license="mit",
+        tags=tags,
+    )
+    assert parse(written.to_bytes(), written.file_name) == written
+
+
+def test_unknown_fields_of_later_versions_are_left_alone():
+    assert parse(edited(later={"x": 1})) == entry()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a", "A", "0", "_x", "sort-v1.2", "x" * 100, "entries2", "conx", "com10"],
+)
+def test_names(name):
+    assert check_name(name) == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "", ".", "..", "../x", "a/b", "a\\b", ".hidden", "-dash", "x" * 101, "a b", "ä", "a\n",
+        "a\0", "con", "CON.txt", "com1", "nul", "a.", "entries", "Objects", "removing", "a:b", "~",
+    ],
+)  # fmt: skip
+def test_names_that_no_system_should_get(name):
+    with pytest.raises(UsageError) as caught:
+        check_name(name)
+    assert "--name" in caught.value.hint
+    raw = json.dumps({**json.loads(entry().to_bytes()), "name": name}).encode()
+    with pytest.raises(Unsafe):
+        parse(raw, name.lower() + ".json")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "other"},
+        {"name": 5},
+        {"files": {"../x": [HEX, 1]}},
+        {"files": {"/etc/passwd": [HEX, 1]}},
+        {"files": {"a/b": [HEX, 1]}},
+        {"files": {".hidden": [HEX, 1]}},
+        {"files": {"nul\0": [HEX, 1]}},
+    ],
+)
+def test_names_in_an_entry_lead_nowhere(changes):
+    with pytest.raises(Unsafe) as caught:
+        parse(edited(**changes))
+    assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": {}},
+        {"files": []},
+        {"files": {str(n): [HEX, 1] for n in range(65)}},
+        {"files": {"a": HEX}},
+        {"files": {"a": [HEX]}},
+        {"files": {"a": [HEX[1:], 1]}},
+        {"files": {"a": [HEX.upper(), 1]}},
+        {"files": {"a": [HEX, -1]}},
+        {"files": {"a": [HEX, 2**53]}},
+        {"files": {"a": [HEX, True]}},
+        {"files": {"a": [HEX, 1.0]}},
+        {"files": {"a.bin": [HEX, 0], "b.json": [HEX, 7]}},  # another digest than stated
+        {"digest": "0" * 64},
+        {"digest": None},
+        {"kind": "pickle"},
+        {"kind": ["peft"]},
+        {"expert": "x"},
+        {"base": "two\nlines"},
+        {"base": "\x1b[31m"},
+        {"skill": "x" * 1001},
+        {"rank": "4"},
+        {"parameters": -1},
+        {"scores": {"a": "1"}},
+        {"scores": {"a": True}},
+        {"scores": []},
+        {"tags": "x"},
+        {"tags": ["x"] * 101},
+        {"license": 3},
+    ],
+)
+def test_wrong_fields_are_damage(changes):
+    with pytest.raises(Damaged) as caught:
+        parse(edited(**changes))
+    assert "LIB/entries/x" in caught.value.message
+
+
+def test_other_schemas():
+    for schema in (None, 1, "cgmerge.entry/2"):
+        with pytest.raises(Incompatible, match="cgmerge.entry/1"):
+            parse(edited(schema=schema))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"[]", b"{", b"\xff", b'{"schema":NaN}', b"[" * 5000, b" " * (MAX_BYTES + 1)],
+)
+def test_other_files(data):
+    with pytest.raises(InputError):
+        parse(data)
+
+
+def test_every_truncation_and_every_flipped_bit_of_what_decides():
+    """Whatever the damage, either an error of ours or an entry of the same files."""
+    data = entry().to_bytes()
+    for size in range(len(data) - 1):  # the last byte is a line end
+        with pytest.raises(InputError):
+            parse(data[:size])
+    for place in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[place // 8] ^= 1 << (place % 8)
+        try:
+            found = parse(bytes(flipped))
+        except InputError:
+            continue
+        assert digest_of(found.files) == found.digest == entry().digest
+
+
+def test_other_ways_to_write_the_same():
+    """Spaces, another order and escapes are read as what is written here is."""
+    written = entry(skill="sort ä", scores={"a": 0.5, "b": -3}, tags=("x",))
+    raw = json.loads(written.to_bytes())
+    for text in (
+        json.dumps(raw),
+        json.dumps(raw, indent=1),
+        json.dumps(dict(reversed(raw.items()))),
+    ):
+        assert parse(text.encode()) == written
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"skill":', b'"skill":"a","skill":'),
+        (b'"scores":{', b'"scores":{"a":1,"a":2'),
+        (b'"files":{', f'"files":{{"b.json":["{HEX}",7],'.encode()),
+        (b'"rank":null', b'"rank":1e3'),
+        (b'"skill":""', '"skill":"a\u2028b"'.encode()),
+    ],
+)
+def test_what_only_looks_as_written_here(old, new):
+    data = entry().to_bytes()
+    assert data.count(old) == 1
+    with pytest.raises(InputError):
+        parse(data.replace(old, new))
