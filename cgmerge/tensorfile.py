@@ -129,7 +129,7 @@ class TensorFile:
         dtype = torch_dtype(info.dtype)
         if info.end == info.start:
             return torch.empty(info.shape, dtype=dtype)
-        data = bytearray(self._pread(info.start, info.end - info.start))
+        data = self._pread_into(info.start, info.end - info.start)
         return torch.frombuffer(data, dtype=dtype).reshape(info.shape)
 
     def read_rows(self, name: str, first: int, last: int) -> bytes:
@@ -145,7 +145,8 @@ class TensorFile:
         if last <= first:
             return torch.empty(0, dtype=dtype)
         width = DTYPE_BYTES[self.infos[name].dtype]
-        data = bytearray(self.read_rows(name, first * width, last * width))
+        start = self.infos[name].start
+        data = self._pread_into(start + first * width, (last - first) * width)
         return torch.frombuffer(data, dtype=dtype)
 
     def read_span(self, first: int, last: int) -> bytes:
@@ -158,6 +159,21 @@ class TensorFile:
         for start in range(0, self.size, _CHUNK):
             digest.update(self._pread(start, min(_CHUNK, self.size - start)))
         return digest.hexdigest()
+
+    def _pread_into(self, start: int, count: int) -> bytearray:
+        """Read into memory that a tensor may write to, without a copy of it."""
+        data = bytearray(count)
+        view, done = memoryview(data), 0
+        while done < count:
+            with _naming(self.path):
+                got = os.preadv(self._handle, [view[done : done + (1 << 30)]], start + done)
+            if not got:
+                raise Damaged(
+                    f"{self.path} became shorter while it was read", code="changed", path=self.path
+                )
+            done += got
+        view.release()
+        return data
 
     def _pread(self, start: int, count: int) -> bytes:
         parts = []

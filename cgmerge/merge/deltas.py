@@ -71,6 +71,10 @@ class Rows(ABC):
     def rows(self, first: int, last: int) -> Float[Tensor, "rows columns"]:
         """Read rows `first:last` of the matrix."""
 
+    def read_into(self, out: Float[Tensor, "rows columns"], first: int, last: int) -> None:
+        """Read rows `first:last` of the matrix into memory that is there already."""
+        out.copy_(self.rows(first, last))
+
     @property
     def ndim(self) -> int:
         """Return the number of axes."""
@@ -298,16 +302,28 @@ class Blocks:
 
             return multiply
 
+        return self._copier(deltas, self.shapes[name][1])
+
+    def _copier(self, deltas: Sequence[Delta | None], columns: int) -> Callable[[int, int], Tensor]:
+        """Return what `reader` does for deltas that are not all factors."""
+        device = next(_device(delta) for delta in deltas if delta is not None)
+        kept = torch.empty(0, dtype=self.dtype, device=device)
+
         def copy_rows(first: int, last: int) -> Tensor:
-            device = next(_device(delta) for delta in deltas if delta is not None)
-            shape = (len(deltas), last - first, self.shapes[name][1])
-            values = torch.zeros(shape, dtype=self.dtype, device=device)
-            for place, delta in zip(values, deltas, strict=True):
-                if isinstance(delta, LowRank | Rows):
+            nonlocal kept
+            if kept.shape[1:2] != (last - first,):
+                # Fresh memory for every block would cost more than the arithmetic.
+                kept = kept.new_empty(len(deltas), last - first, columns)
+            for place, delta in zip(kept, deltas, strict=True):
+                if isinstance(delta, Rows):
+                    delta.read_into(place, first, last)
+                elif isinstance(delta, LowRank):
                     place.copy_(delta.rows(first, last))
-                elif delta is not None:
+                elif delta is None:
+                    place.zero_()
+                else:
                     place.copy_(delta.reshape(matrix_shape(delta))[first:last])
-            return values
+            return kept
 
         return copy_rows
 

@@ -6,6 +6,7 @@ patterns, narrowed until it holds one pattern. A small sample gives the first br
 pass over the stream is enough for ordinary data; memory does not depend on the data.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -24,6 +25,7 @@ _REMEMBERED = 1 << 23  # entries within the brackets of all searches whose block
 _SAMPLE = 500_000  # entries of each expert that give the first bracket
 _ALL_SAMPLES = 4_000_000
 _SAMPLE_SLACK = 0.004
+_DEVIATIONS = 2.5  # times 1/√entries: five standard deviations of a share of one half
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,8 @@ def select(blocks: Blocks, searches: Sequence[tuple[int, "Selection"]]) -> None:
         searches: Position of the stream, and what looks at it.
     """
     pending = [(place, search) for place, search in searches if not search.done]
-    share = max(1, blocks.total // min(_SAMPLE, max(1 << 14, _ALL_SAMPLES // len(blocks.experts))))
+    most = min(_SAMPLE, max(1 << 14, _ALL_SAMPLES // len(blocks.experts)))
+    share = max(1, blocks.total // most, min(64, blocks.total >> 16))
     if share > 1 and pending:
         sample = blocks.sample(share)
         for place, search in pending:
@@ -173,12 +176,14 @@ class Search:
 
     def narrow_by_sample(self, values: Tensor, share: float) -> None:
         """Guess a bracket that very likely holds the k-th value; `narrow` corrects a wrong one."""
-        ordered = np.sort(self.patterns(values))[::-1]
-        count = ordered.size
-        slack = max(_SAMPLE_SLACK, 30.0 / count)
+        patterns = self.patterns(values)
+        count = patterns.size
+        slack = max(_SAMPLE_SLACK, _DEVIATIONS / math.sqrt(count))
         first = min(count - 1, max(0, int((share - slack) * count)))
         last = min(count - 1, int((share + slack) * count))
-        high, low = int(ordered[first]) + 1, int(ordered[last])
+        ends = [count - 1 - first, count - 1 - last]
+        high, low = (int(value) for value in np.partition(patterns, ends)[ends])
+        high += 1
         self.high = self.top if share <= slack else high
         self.low = 0 if share + slack >= 1 else low
         self._reset()

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cgmerge.errors import readable
+from cgmerge.errors import Damaged, readable
 from cgmerge.merge.deltas import LowRank, Rows, matrix_shape
 from cgmerge.modules.base import Base, open_base, stem_of
 from cgmerge.modules.compress.openedfull import CompressedDeltas, CompressedFull
@@ -200,11 +200,39 @@ class FullDelta(Rows):
         Raises:
             Damaged: NaN or infinity in one of them.
         """
+        import torch
+
         columns = math.prod(self.shape[1:]) if len(self.shape) > 1 else math.prod(self.shape)
-        start, end = first * columns, last * columns
-        found = self.reader.floats(self.name, start, end)
-        before = self.base.floats(self.base_name, start, end)
-        return found.sub_(before).reshape(last - first, columns)
+        found = torch.empty(last - first, columns)
+        FullDelta.read_into(self, found, first, last)
+        return found
+
+    def read_into(self, out: "torch.Tensor", first: int, last: int) -> None:
+        """Read rows of both models and subtract, in memory that is there already.
+
+        Raises:
+            Damaged: NaN or infinity in one of them.
+        """
+        import torch
+
+        start, end = first * out.shape[1], last * out.shape[1]
+        flat = out.view(-1)
+        flat.copy_(self.reader.entries(self.name, start, end))
+        flat.sub_(self.base.shared_floats(self.base_name, start, end))
+        if not flat.numel():
+            return
+        low, high = torch.aminmax(flat)  # one pass; NaN goes through
+        if not (math.isfinite(low) and math.isfinite(high)):
+            # Names the model at fault; where both are finite their difference overflows.
+            self.reader.floats(self.name, start, end)
+            self.base.floats(self.base_name, start, end)
+            raise Damaged(
+                f"{self.reader.model.folder}: weight {self.name!r} is so far from the base's that"
+                " their difference is no number",
+                code="not_finite",
+                hint="the model is broken (often a diverged training)",
+                tensor=self.name,
+            )
 
 
 class TransposedDelta(FullDelta):
@@ -223,6 +251,10 @@ class TransposedDelta(FullDelta):
             stored = FullDelta(self.reader, self.name, self.base, self.base_name)
             self._whole = stored.rows(0, into).T.contiguous()
         return self._whole[first:last]
+
+    def read_into(self, out: "torch.Tensor", first: int, last: int) -> None:
+        """Copy rows of the transposed difference."""
+        out.copy_(self.rows(first, last))
 
 
 class _ByWeight(Mapping[str, LowRank]):

@@ -141,20 +141,22 @@ class _Writer:
 
         from cgmerge.merge.engine import one_thread
 
-        before = self.reader.floats(weight.source, place, place + delta.numel())
+        before = self.reader.shared_floats(weight.source, place, place + delta.numel())
         kept = self._kept(weight)
-        rounded = (before + delta).to(kept)
-        if not torch.isfinite(rounded).all():
+        rounded = torch.add(before, delta).to(kept)
+        gap = torch.sub(rounded.to(torch.float32), before).sub_(delta)
+        with one_thread():  # sums in parts have other last digits, and the record is kept
+            found = [float(torch.linalg.vector_norm(values)) ** 2 for values in (delta, gap)]
+        if not math.isfinite(found[1]):
+            self.reader.floats(weight.source, place, place + delta.numel())  # the base's fault?
             raise Incompatible(
                 f"{weight.source} overflows {str(kept).removeprefix('torch.')} after the merge",
                 code="overflow",
                 hint="use smaller weights or a smaller --scale, or --dtype float32",
                 tensor=weight.source,
             )
-        gap = (rounded.to(torch.float32) - before) - delta
-        with one_thread():  # sums in parts have other last digits, and the record is kept
-            for squares, values in zip(sums, (delta, gap), strict=True):
-                squares.append(float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2)
+        for squares, value in zip(sums, found, strict=True):
+            squares.append(value)
         return rounded
 
 

@@ -27,6 +27,7 @@ class WeightReader:
     def __init__(self, model: Base) -> None:
         self.model = model
         self._open: dict[Path, TensorFile] = {}
+        self._last: tuple[tuple[str, int, int], torch.Tensor] | None = None
 
     def count(self, name: str) -> int:
         """Return the number of entries of a weight."""
@@ -55,6 +56,23 @@ class WeightReader:
         import torch
 
         return self.checked(name, self.entries(name, first, last).to(torch.float32))
+
+    def shared_floats(self, name: str, first: int, last: int) -> "torch.Tensor":
+        """Read entries as float32, once for all who ask for the same ones in a row.
+
+        Not to be modified, and valid until other entries are asked for. Not checked: whoever
+        computes with them checks the result.
+        """
+        import torch
+
+        key = name, first, last
+        if self._last is None or self._last[0] != key:
+            entries = self.entries(name, first, last)
+            memory = self._last[1] if self._last else torch.empty(0)
+            if memory.numel() != last - first:
+                memory = torch.empty(last - first)
+            self._last = key, memory.copy_(entries)
+        return self._last[1]
 
     def checked(self, name: str, values: "torch.Tensor") -> "torch.Tensor":
         """Return values of a weight as they are.

@@ -25,7 +25,7 @@ def trimmed(experts, density, dtype=torch.float32):
     for block in blocks:
         for part, values, cut in zip(parts, block.values, cuts, strict=True):
             trim_(values, block.start, cut)
-            part.append(values.reshape(-1))
+            part.append(values.reshape(-1).clone())
     return [torch.cat(part) for part in parts]
 
 
