@@ -132,7 +132,7 @@ def test_failure_at_every_write(url, items, monkeypatch):
     for at in range(1, 50):
         count = 0
 
-        def failing(self, path, mode="rb", **given):
+        def failing(self, path, mode="rb", at=at, **given):
             nonlocal count
             count += mode != "rb"
             if mode != "rb" and count == at:
