@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cgmerge.modules.library.entry import Entry
 
 Library = Annotated[
-    str, typer.Argument(metavar="LIB", help="Library: folder, URL, hf://user/repo[@revision]")
+    str, typer.Argument(metavar="LIB", help="Library: a folder, a URL, hf://user/repo@REV")
 ]
 Licence = Annotated[
     str | None, typer.Option("--license", help="Where the expert does not say: apache-2.0, mit …")
