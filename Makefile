@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Waiting threads give their core to others: on a busy machine spinning ones are many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint types bench bench-merge bench-codec real real-methods methods base kills fuzz docs wheel clean setup
+.PHONY: demo test lint types bench bench-merge bench-codec bench-compress real real-compress real-methods methods base kills fuzz docs wheel clean setup
 
 setup: $(STAMP)
 
@@ -31,11 +31,19 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-bench: bench-merge  ## all benchmarks against the peers
+bench: bench-merge bench-compress  ## all benchmarks against the peers
 
 bench-merge: $(STAMP)  ## speed and memory against peft, and mergekit with PEERS=its python
 	$(BIN)/python benchmarks/bench_merge.py --out benchmarks/results/bench_merge.json \
 	  $(if $(PEERS),--peers $(PEERS))
+
+bench-compress: $(STAMP)  ## codec, ternary merging, and size against kept gain on the demo's experts
+	$(BIN)/python benchmarks/codec_speed.py
+	$(BIN)/python benchmarks/ternary_merge.py --out benchmarks/results/ternary_merge.json
+	$(BIN)/python benchmarks/compress_study.py tiny --from cgmerge-methods/seed-0
+
+real-compress: $(STAMP) $(VENV)/.smollm2  ## size against kept gain on what `make real` left
+	$(BIN)/python benchmarks/compress_study.py real --from cgmerge-real --ratios 8,16,24
 
 real: $(STAMP) $(VENV)/.smollm2  ## three skills on a real language model (tens of minutes)
 	$(BIN)/python benchmarks/real_model.py --out cgmerge-real --overwrite

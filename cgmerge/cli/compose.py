@@ -12,8 +12,7 @@ from cgmerge.errors import UsageError
 if TYPE_CHECKING:
     from cgmerge.evals.suite import SkillSet
     from cgmerge.modules.compose import Plan
-    from cgmerge.modules.expert import Expert
-    from cgmerge.modules.fullmodel import FullExpert
+    from cgmerge.modules.fullmodel import AnyExpert
     from cgmerge.modules.recipe import Recipe
 
 
@@ -228,7 +227,7 @@ def _show_plan(plan: "Plan", output: Output) -> None:
         output.warn(warning)
 
 
-def _kind(expert: "Expert | FullExpert", plan: "Plan") -> str:
+def _kind(expert: "AnyExpert", plan: "Plan") -> str:
     """Say how much of a model an expert changes."""
     from cgmerge.modules.expert import Expert
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cgmerge.evals.compression import Kept
     from cgmerge.evals.suite import SkillSet
     from cgmerge.merge.deltas import LowRank
+    from cgmerge.modules.base import Base
     from cgmerge.modules.compress.fidelity import Fidelity
     from cgmerge.modules.compress.modes import Encoded, Options
     from cgmerge.modules.compress.pack import Maker, Plan
@@ -37,6 +38,9 @@ def compress(
         str | None,
         typer.Option("--mode", "-m", help="ternary, svdq or compeft  [default: ternary]"),
     ] = None,
+    lossless: Annotated[
+        bool, typer.Option("--lossless", help="Keep every bit: one verified file, not a small one")
+    ] = False,
     density: Annotated[
         float | None, typer.Option("--density", help="Share of entries kept  [default: 0.2]")
     ] = None,
@@ -112,6 +116,14 @@ def compress(
         _check_out(full.expert.folder, out, overwrite=overwrite)
         _full(full, None if dry_run else out, overwrite=overwrite, output=output)
         return
+    if lossless:
+        if request.asked() or calibrate:
+            raise UsageError(
+                "--lossless keeps every bit: there is nothing to choose", code="lossless",
+                hint="leave out modes, sizes and --calibrate",
+            )  # fmt: skip
+        _lossless(expert, opened, None if dry_run else out, overwrite=overwrite, output=output)
+        return
     plan = make_plan(expert, request, opened)
     skills = _validation(plan, calibrate)
     _check_out(plan.expert.folder, out, overwrite=overwrite)
@@ -162,6 +174,25 @@ def _run(
     emptied = encoded.fidelity.emptied
     _warn_of(emptied, encoded.fidelity, output)
     output.result(SCHEMA, {**facts, "emptied": emptied}, short=str(out))
+
+
+def _lossless(
+    ref: str, base: "Base | None", out: Path | None, *, overwrite: bool, output: Output
+) -> None:
+    """Write an adapter as it is."""
+    from cgmerge.modules.compress.lossless import write_lossless
+    from cgmerge.modules.compress.pack import Request, make_plan
+
+    plan = make_plan(ref, Request(), base)
+    _check_out(plan.expert.folder, out, overwrite=overwrite)
+    output.line("plan", f"lossless: {plan.expert.name}, {plan.entries:,} parameters")
+    if out is None:
+        output.line("ok", "nothing written (dry run)")
+        output.result(SCHEMA, {"out": None, "mode": "lossless", "parameters": plan.entries})
+        return
+    size, fields = write_lossless(plan.expert, base, out, overwrite=overwrite)
+    facts = _report(plan, out, size, fields, output, None)
+    output.result(SCHEMA, facts, short=str(out))
 
 
 def _full(plan: "FullPlan", out: Path | None, *, overwrite: bool, output: Output) -> None:

@@ -17,7 +17,8 @@ def inspect(
         list[str],
         typer.Argument(
             metavar="TARGET...",
-            help="An expert, a composed adapter, or a base model; several experts are compared",
+            help="An expert (folder or .cge), a composed adapter, or a base model; several experts"
+            " are compared",
         ),
     ],
     base: Annotated[
@@ -40,7 +41,7 @@ def inspect(
     """
     from cgmerge.modules.base import open_base
     from cgmerge.modules.builtin import builtin_base
-    from cgmerge.modules.expert import COMPRESSED, is_adapter, open_expert
+    from cgmerge.modules.expert import COMPRESSED, compressed_file, is_adapter, open_expert
     from cgmerge.refs import local_place
 
     output = Output(as_json=as_json, quiet=quiet, verbose=verbose)
@@ -55,6 +56,12 @@ def inspect(
         _inspect_base(target, output)
         return
     opened = open_base(base) if base is not None else None
+    file = compressed_file(folder)
+    if file is not None:
+        from cgmerge.cli.inspectfile import inspect_file
+
+        inspect_file(file, opened, output)
+        return
     expert = open_expert(target, base=opened)
     if opened is not None:
         expert.deltas(opened)

@@ -21,14 +21,14 @@ from cgmerge.modules.base import Base, open_base
 from cgmerge.modules.compose_out import check_out
 from cgmerge.modules.compose_record import base_record, experts_record, write_records
 from cgmerge.modules.compose_stats import open_stats
-from cgmerge.modules.expert import COMPRESSED, Expert, is_adapter, open_expert
+from cgmerge.modules.expert import COMPRESSED, Expert, compressed_file, is_adapter, open_expert
 from cgmerge.modules.recipe import ExpertRef, Recipe
 from cgmerge.refs import local_place
 
 if TYPE_CHECKING:
     from cgmerge.merge import AnyMerger, Rule
     from cgmerge.modules.compose_parts import Rules
-    from cgmerge.modules.fullmodel import FullExpert
+    from cgmerge.modules.fullmodel import AnyExpert
     from cgmerge.modules.stats import StatsFile
 
 Progress = Callable[[int], None]
@@ -53,7 +53,7 @@ class Plan:
     """
 
     recipe: Recipe
-    experts: "list[Expert | FullExpert]"
+    experts: "list[AnyExpert]"
     refs: list[str]
     deltas: list[Mapping[str, Any]]
     rule: "Rule"
@@ -282,7 +282,13 @@ def _open_base(recipe: Recipe) -> Base:
     return base
 
 
-def _open_checked(item: ExpertRef, recipe: Recipe, base: Base | None) -> "Expert | FullExpert":
+def _holds_full_delta(file: Path) -> bool:
+    from cgmerge.modules.compress.container import read_manifest
+
+    return read_manifest(file)["peft"] is None
+
+
+def _open_checked(item: ExpertRef, recipe: Recipe, base: Base | None) -> "AnyExpert":
     try:
         expert = _open(item.ref, recipe, base)
     except NotFound:
@@ -302,10 +308,12 @@ def _open_checked(item: ExpertRef, recipe: Recipe, base: Base | None) -> "Expert
     return expert
 
 
-def _open(ref: str, recipe: Recipe, base: Base | None) -> "Expert | FullExpert":
+def _open(ref: str, recipe: Recipe, base: Base | None) -> "AnyExpert":
     """Open an adapter or, where there is a config.json instead, a full model."""
     folder = local_place(ref, what="expert", suffix=COMPRESSED)
-    if is_adapter(folder) or not (folder / "config.json").exists():
+    file = compressed_file(folder)
+    whole = file if file is not None and _holds_full_delta(file) else None
+    if whole is None and (is_adapter(folder) or not (folder / "config.json").exists()):
         return open_expert(ref, base=base)
     if base is None or recipe.form != "model":
         shown = recipe.base or "BASE"
@@ -316,13 +324,17 @@ def _open(ref: str, recipe: Recipe, base: Base | None) -> "Expert | FullExpert":
             f" cgmerge extract {ref} --base {shown} --rank 16 -o OUT",
             path=folder,
         )
+    if whole is not None:
+        from cgmerge.modules.compress.openedfull import open_compressed_full
+
+        return open_compressed_full(whole, ref, base, force_base=recipe.force_base)
     from cgmerge.modules.fullmodel import open_full
 
     return open_full(ref, base)
 
 
 def _deltas(
-    experts: "Sequence[Expert | FullExpert]", base: Base | None, recipe: Recipe
+    experts: "Sequence[AnyExpert]", base: Base | None, recipe: Recipe
 ) -> list[Mapping[str, Any]]:
     adapters = [expert for expert in experts if isinstance(expert, Expert)]
     if base is not None and len(adapters) < len(experts):
@@ -334,7 +346,7 @@ def _deltas(
     return list(deltas)
 
 
-def _order_key(opened: "tuple[Expert | FullExpert, ExpertRef]") -> tuple[str, float, str]:
+def _order_key(opened: "tuple[AnyExpert, ExpertRef]") -> tuple[str, float, str]:
     expert, item = opened
     return expert.digest, item.weight if item.weight is not None else 1.0, item.ref
 

@@ -8,12 +8,12 @@ from cgmerge.modules.expert import Expert
 
 if TYPE_CHECKING:
     from cgmerge.merge import Rule
-    from cgmerge.modules.fullmodel import FullExpert
+    from cgmerge.modules.fullmodel import AnyExpert
     from cgmerge.modules.stats import StatsFile
 
 
 def open_stats(
-    experts: "Sequence[Expert | FullExpert]", rule: "Rule", base: str | None
+    experts: "Sequence[AnyExpert]", rule: "Rule", base: str | None
 ) -> "list[StatsFile] | None":
     """Open what a method needs to know of the experts' data, in their order.
 

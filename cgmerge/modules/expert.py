@@ -320,7 +320,7 @@ def _check_present(folder: Path) -> None:
 
 
 def compressed_file(place: Path) -> Path | None:
-    """Return the compressed file that a reference stands for, if it does."""
+    """Return the compressed file that a local folder or file stands for, if it does."""
     if place.is_file():
         return place
     inside = place / f"expert{COMPRESSED}"  # as in a repository on the hub, beside its card

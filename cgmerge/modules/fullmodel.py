@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from cgmerge.errors import readable
 from cgmerge.merge.deltas import LowRank, Rows, matrix_shape
 from cgmerge.modules.base import Base, open_base, stem_of
+from cgmerge.modules.compress.openedfull import CompressedDeltas, CompressedFull
 from cgmerge.modules.expert import Expert, ExpertDeltas, check_modules
 from cgmerge.modules.fullcheck import check_full, is_table
 from cgmerge.modules.weights import WeightReader
@@ -74,6 +75,9 @@ class FullExpert:
         return _is_tied(self.reader)
 
 
+AnyExpert = Expert | FullExpert | CompressedFull
+
+
 def open_full(ref: str, base: Base) -> FullExpert:
     """Open a full fine-tune of a base: headers only, everything checked that they tell.
 
@@ -91,9 +95,9 @@ def open_full(ref: str, base: Base) -> FullExpert:
 
 
 def task_vectors(
-    experts: Sequence[Expert | FullExpert], base: Base, *, force_base: bool = False
+    experts: Sequence[AnyExpert], base: Base, *, force_base: bool = False
 ) -> list[Mapping[str, Any]]:
-    """Return the deltas of full models and adapters by the names of the base's weights.
+    """Return the deltas of full models, compressed or not, and adapters by the base's names.
 
     A tied head stays tied (it has no delta of its own) unless some expert moves it apart from the
     embedding; then every full model that is tied gives its embedding's delta to both.
@@ -106,15 +110,19 @@ def task_vectors(
     named = {id(expert): _by_weight(expert, base, force_base=force_base) for expert in adapters}
     own_head = HEAD in base.infos
     if shares_head(reader):
-        own_head = any(HEAD in deltas for deltas in named.values()) or any(
-            not expert.tied for expert in experts if isinstance(expert, FullExpert)
-        )
-    return [
-        FullDeltas(expert, reader, own_head=own_head)
-        if isinstance(expert, FullExpert)
-        else named[id(expert)]
-        for expert in experts
-    ]
+        apart = [not expert.tied for expert in experts if isinstance(expert, FullExpert)]
+        apart += [HEAD in e.file.coded for e in experts if isinstance(e, CompressedFull)]
+        own_head = any(HEAD in deltas for deltas in named.values()) or any(apart)
+    shared = (base.embedding, HEAD) if own_head and base.embedding is not None else None
+
+    def vector(expert: AnyExpert) -> Mapping[str, Any]:
+        if isinstance(expert, FullExpert):
+            return FullDeltas(expert, reader, own_head=own_head)
+        if isinstance(expert, CompressedFull):
+            return CompressedDeltas(expert, base, shared)
+        return named[id(expert)]
+
+    return [vector(expert) for expert in experts]
 
 
 def shares_head(reader: WeightReader) -> bool:

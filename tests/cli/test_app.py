@@ -61,7 +61,7 @@ def test_json_failure_is_the_last_line_of_stderr(run, tmp_path):
         (["train", "--learning-rate", "fast"], "--learning-rate must be a number, found 'fast'"),
         (["compose", "a", "--rank", "x"], "at least 1, `exact` or `auto`, found 'x'"),
         (["compose", "a", "--sclae", "3"], "no such option: --sclae"),
-        (["compoze"], "no such command 'compoze'. Did you mean 'compose'?"),
+        (["compoze"], "no such command 'compoze'. Did you mean 'compose'"),
     ],
 )
 def test_a_wrong_option_is_named_with_its_value_and_what_it_takes(run, words, message):

@@ -324,7 +324,7 @@ def test_nan_names_the_target(shelf, loaded, skills, tmp_path):
 
 def test_targets_are_checked_before_anything_is_scored(shelf, loaded, tmp_path):
     with pytest.raises(NotFound) as caught:
-        open_all(shelf, loaded, "won")
+        open_all(shelf, loaded, "onee")
     assert "one" in caught.value.hint
     with pytest.raises(UsageError) as twice:
         open_targets([str(shelf / "one"), f"one={shelf / 'two'}"], loaded.base)

@@ -48,7 +48,7 @@ def fit(
     aim = math.sqrt(window[0] * window[1])
     below: tuple[float, float, Result] | None = None  # knob, size, result
     above: tuple[float, float, Result] | None = None
-    for _ in range(_MOST_TRIES):
+    for turn in range(_MOST_TRIES):
         result = make(knob)
         size = measure(result)
         if window[0] <= size <= window[1]:
@@ -61,31 +61,31 @@ def fit(
             finished = knob >= high
         if finished or high / low < 1.0 + _NARROW:
             break
-        knob = _next(low, high, below and below[:2], above and above[:2], aim)
+        if below is None or above is None:
+            knob = _onwards(low, high, size / aim, turn)
+        else:
+            knob = _between(low, high, below[:2], above[:2], aim)
     return Found(below and below[2], above and above[2])
 
 
-def _next(
-    low: float,
-    high: float,
-    below: tuple[float, float] | None,
-    above: tuple[float, float] | None,
-    aim: float,
+def _onwards(low: float, high: float, excess: float, turn: int) -> float:
+    """Guess the next knob while only one side of the window was seen: ever longer steps."""
+    longest, shortest = 8.0 ** (turn + 1), 2.0**turn
+    if excess <= 0:
+        return math.sqrt(low * high)
+    step = min(max(math.pow(max(excess, 1 / excess), 1.5), shortest), longest)
+    return min(low * step, high) if excess > 1 else max(high / step, low)
+
+
+def _between(
+    low: float, high: float, below: tuple[float, float], above: tuple[float, float], aim: float
 ) -> float:
-    """Guess the next knob inside the bracket."""
-    middle = math.sqrt(low * high)
-    if below is None or above is None:
-        # One side is unknown: go on from the known one, a factor at a time.
-        known = below or above
-        if known is None or known[1] <= 0:
-            return middle
-        guess = known[0] * min(max(math.pow(known[1] / aim, 1.5), 1 / 8), 8.0)
-        return guess if low < guess < high else middle
+    """Guess the next knob inside the bracket, from knob and size on both sides."""
     if below[1] <= 0:
-        return middle
+        return math.sqrt(low * high)
     slope = math.log(above[1] / below[1]) / math.log(below[0] / above[0])
     if slope <= 0:
-        return middle
+        return math.sqrt(low * high)
     guess = below[0] * math.exp(-math.log(aim / below[1]) / slope)
     # Stay off the ends, or one of them would never move.
     edge = math.pow(high / low, 0.05)

@@ -36,7 +36,7 @@ from cgmerge.modules.compress.writer import (
 )
 from cgmerge.tensorfile import TensorFile, TensorInfo, header_bytes
 
-__all__ = ["CgeFile", "Damage", "Written", "write_cge"]
+__all__ = ["CgeFile", "Damage", "Written", "read_manifest", "write_cge"]
 
 FREE_BYTES, EXPANSION = 64 << 20, 1024
 """Decoded bytes that any file may take, and that each byte of a file may become beyond that."""
@@ -327,6 +327,17 @@ class CgeFile:
             path=self.path,
             tensor=name,
         )
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read what a file says about itself, and nothing else.
+
+    Raises:
+        Damaged: Not a `.cge`, or altered.
+        Incompatible: A newer format.
+    """
+    with _open(path, follow_links=False) as file:
+        return manifest.parse(_manifest_text(file), str(path))
 
 
 def _open(path: Path, *, follow_links: bool) -> TensorFile:

@@ -12,8 +12,10 @@ from cgmerge.modules.card import BaseId, ExpertCard, write_card
 from cgmerge.modules.compose_adapter import verify_adapter
 from cgmerge.modules.compose_out import check_out
 from cgmerge.modules.compress.container import CgeFile
-from cgmerge.modules.compress.manifest import WRITTEN_HERE
+from cgmerge.modules.compress.lossless import restore
+from cgmerge.modules.compress.manifest import LOSSLESS, WRITTEN_HERE
 from cgmerge.modules.compress.modes import decode
+from cgmerge.modules.compress.opened import open_compressed
 from cgmerge.modules.compress.sections import Coded
 from cgmerge.modules.compress.sidecar import write_sidecar
 
@@ -43,6 +45,8 @@ class Expanded:
 def decompress(path: Path, out: Path, *, overwrite: bool = False) -> Expanded:
     """Write the adapter that a compressed file stands for, float32, scaling folded into B.
 
+    What was stored without loss comes back as it was, type and scaling included.
+
     Args:
         path: The `.cge` file; everything in it is verified first.
         out: Result folder; appears complete or not at all.
@@ -59,6 +63,8 @@ def decompress(path: Path, out: Path, *, overwrite: bool = False) -> Expanded:
     fs.check_target(out, overwrite=overwrite)
     with CgeFile.open(path) as file:
         file.verify()
+        if file.manifest["method"]["mode"] == LOSSLESS:
+            return _restore(file, out, overwrite=overwrite)
         config = _config(file)
         coded = [file.read(name) for name in file.coded]
         fields = {key: value for key, value in file.manifest.items() if key not in WRITTEN_HERE}
@@ -67,6 +73,17 @@ def decompress(path: Path, out: Path, *, overwrite: bool = False) -> Expanded:
     with fs.new_folder(out, overwrite=overwrite) as stage:
         _write(stage, coded, config, fields, details, path.stem)
     return Expanded(out, len(coded) // 2, config.rank, size, fields)
+
+
+def _restore(file: CgeFile, out: Path, *, overwrite: bool) -> Expanded:
+    expert = open_compressed(file.path, str(file.path))
+    expert.file.close()
+    fields = {key: value for key, value in file.manifest.items() if key not in WRITTEN_HERE}
+    with fs.new_folder(out, overwrite=overwrite) as stage:
+        restore(file, stage)
+        if expert.card is not None:
+            write_card(stage, expert.card.model_copy(update={"training": {}}))
+    return Expanded(out, len(expert.pairs), max(expert.ranks), file.size, fields)
 
 
 def _write(

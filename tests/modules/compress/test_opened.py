@@ -3,6 +3,8 @@
 import json
 import random
 import shutil
+import subprocess
+import sys
 
 import pytest
 import support
@@ -90,7 +92,12 @@ def test_eval_inspect_and_stats_take_files(run, place):
     assert code == 0, err
     facts = json.loads(out)
     assert facts["size_bytes"] == (place / "x.cge").stat().st_size
-    assert facts["kind"] == "expert"
+    assert facts["kind"] == "compressed"
+    assert facts["name"] == "x"
+    assert facts["method"]["mode"] == "ternary"
+    assert facts["ratio_16bit"] == pytest.approx(2 * facts["parameters"] / facts["size_bytes"])
+    assert "fits" in err
+    assert all(0 <= module["error"] < 1 for module in facts["modules"].values())
     code, out, err = run("inspect", place / "x.cge", place / "y.cge", "--json")
     assert code == 0, err
     code, _, err = run("stats", place / "x.cge", "--base", "tiny", "--data", place / "v.jsonl")
@@ -170,3 +177,14 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(CgmergeError) as caught:
         open_expert(str(tmp_path / "x.bin"))
     assert "a folder or a .cge file" in str(caught.value)
+
+
+def test_inspect_reads_the_header_without_torch(made):
+    code = (
+        "import sys; from cgmerge.cli import app;"
+        f"code = app.run(['inspect', {str(made / 'x.cge')!r}]);"
+        "print('torch' in sys.modules, code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False 0"
+    assert "ternary, rank" in done.stdout

@@ -1,0 +1,51 @@
+"""`--lossless`: every bit, type and scaling comes back."""
+
+import json
+
+import support
+import torch
+
+from cgmerge.modules.expert import open_expert
+
+SHAPES = {"model.layers.0.self_attn.q_proj": (12, 20), "model.layers.1.mlp.up_proj": (30, 20)}
+
+
+def test_a_round_trip_keeps_every_bit(run, tmp_path):
+    folder = support.make_expert(
+        tmp_path / "e", SHAPES, rank=4, alpha=6, dtype=torch.bfloat16, use_rslora=True
+    )
+    file, back = tmp_path / "e.cge", tmp_path / "back"
+    code, out, err = run("compress", folder, "--lossless", "-o", file, "--json")
+    assert code == 0, err
+    facts = json.loads(out)
+    assert facts["mode"] == "lossless"
+    assert facts["delta_error"] == 0.0
+    assert facts["size_bytes"] == file.stat().st_size
+    assert run("decompress", file, "-o", back)[0] == 0
+    weights = "adapter_model.safetensors"
+    before, after = open_expert(str(folder)), open_expert(str(back))
+    for name in before.file.infos:
+        assert after.file.infos[name].dtype == "BF16"
+        assert torch.equal(before.file.read(name), after.file.read(name))
+    assert json.loads((back / "adapter_config.json").read_text()) == json.loads(
+        (folder / "adapter_config.json").read_text()
+    )
+    opened = open_expert(str(file))
+    for path, pair in before.pairs.items():
+        assert opened.pairs[path].scaling == after.pairs[path].scaling == pair.scaling == 3.0
+        assert torch.equal(opened.deltas()[path].dense(), before.deltas()[path].dense())
+    again = tmp_path / "again.cge"
+    assert run("compress", back, "--lossless", "-o", again)[0] == 0
+    assert (back / weights).stat().st_size == (folder / weights).stat().st_size
+
+
+def test_what_makes_no_sense_is_refused(run, tmp_path):
+    folder = support.make_expert(tmp_path / "e", SHAPES, rank=4, alpha=6)
+    words = ("compress", folder, "--lossless", "-o", tmp_path / "e.cge")
+    assert run(*words, "--density", 0.2)[0] == 2
+    assert run(*words, "--dry-run")[0] == 0
+    assert not (tmp_path / "e.cge").exists()
+    assert run(*words)[0] == 0
+    code, _, err = run("compress", tmp_path / "e.cge", "--lossless", "-o", tmp_path / "f.cge")
+    assert code == 2
+    assert "compressed already" in err
