@@ -62,7 +62,8 @@ def add(
         list[str], typer.Argument(metavar="EXPERT...", help="Folders, .cge files, references")
     ],
     name: Annotated[
-        str | None, typer.Option("--name", help="In the library  [default: of folder or file]")
+        str | None,
+        typer.Option("--name", help="In the library; that of folder or file if not given"),
     ] = None,
     licence: Licence = None,
     tags: Tags = None,

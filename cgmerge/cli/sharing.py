@@ -45,7 +45,7 @@ def push(
         str, typer.Argument(metavar="DEST", help="LIB, LIB/NAME, a URL, hf://user/repo")
     ],
     name: Annotated[
-        str | None, typer.Option("--name", help="In DEST  [default: of folder or file]")
+        str | None, typer.Option("--name", help="In DEST; that of folder or file if not given")
     ] = None,
     licence: Licence = None,
     tags: Tags = None,
