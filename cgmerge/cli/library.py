@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cgmerge.modules.library.entry import Entry
 
 Library = Annotated[
-    str, typer.Argument(metavar="LIB", help="Library: folder, URL, hf://user/repo[@revision]")
+    str, typer.Argument(metavar="LIB", help="Library: a folder, a URL, hf://user/repo@REV")
 ]
 Licence = Annotated[
     str | None, typer.Option("--license", help="Where the expert does not say: apache-2.0, mit …")
@@ -62,7 +62,8 @@ def add(
         list[str], typer.Argument(metavar="EXPERT...", help="Folders, .cge files, references")
     ],
     name: Annotated[
-        str | None, typer.Option("--name", help="In the library  [default: of folder or file]")
+        str | None,
+        typer.Option("--name", help="In the library; that of folder or file if not given"),
     ] = None,
     licence: Licence = None,
     tags: Tags = None,

@@ -11,7 +11,10 @@ from cgmerge.cli.output import Output
 
 def pull(
     ref: Annotated[
-        str, typer.Argument(metavar="REF", help="LIB/NAME, URL, hf://user/repo[/NAME][@revision]")
+        str,
+        typer.Argument(
+            metavar="REF", help="LIB/NAME, a URL, hf://user/repo, hf://user/repo/NAME@REV"
+        ),
     ],
     out: options.Out,
     overwrite: options.Overwrite = False,
@@ -39,10 +42,10 @@ def pull(
 def push(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="An expert, or a library")],
     destination: Annotated[
-        str, typer.Argument(metavar="DEST", help="LIB, LIB/NAME, URL, hf://user/repo[/NAME]")
+        str, typer.Argument(metavar="DEST", help="LIB, LIB/NAME, a URL, hf://user/repo")
     ],
     name: Annotated[
-        str | None, typer.Option("--name", help="In DEST  [default: of folder or file]")
+        str | None, typer.Option("--name", help="In DEST; that of folder or file if not given")
     ] = None,
     licence: Licence = None,
     tags: Tags = None,
@@ -96,7 +99,8 @@ def push(
 
 def lock(
     what: Annotated[
-        list[str], typer.Argument(metavar="RECIPE|REF...", help="A recipe, or experts [=weight]")
+        list[str],
+        typer.Argument(metavar="RECIPE|REF...", help="A recipe, or experts, EXPERT=WEIGHT"),
     ],
     out: options.Out,
     overwrite: options.Overwrite = False,

@@ -56,7 +56,7 @@ TWO = ("compose", "E1", "E2", "-o", "out")
     "ref",
     ["E1=", "E1=x", "E1==", "=", "=1", "E1=nan", "E1=-inf", "E1=1e999", "E1=0x10", "", "  ", ".",
      "..", "/", "~nobody-here/x", "-E1", "E1=1=2", "E1\0", "E1\n", "😀", "\x1b[2J", "a" * 5000,
-     "\udcff", "hf://", "hf://a b", "hf://../../x", "hf://x/y/z", "HF://x/y", "http://x",
+     "\udcff", "hf://", "hf://a b", "hf://../../x", "hf://x/y/z/w", "HF://x/y", "nosuch://x",
      "E1/adapter_config.json", f"E1/{WEIGHTS}", "/dev/stdin", "/proc/self/mem"],
 )  # fmt: skip
 def test_references(attack, ref):

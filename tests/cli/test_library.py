@@ -59,7 +59,7 @@ def test_what_add_says_is_what_ls_says(run, experts, small):
     assert run("ls", experts / "lib", "-q") == (0, "E1\ntiny\n", "")
 
 
-def test_references_into_a_library(run, experts, library):
+def test_references_into_a_library(run, experts, library, small):
     """The same bytes out, whether an expert is named by its folder or in the library."""
     words = ["-m", "task-arithmetic", "--json"]
     plain = cases.done(
@@ -75,7 +75,8 @@ def test_references_into_a_library(run, experts, library):
     again = run("compose", experts / "b" / "cgmerge.json", "-o", experts / "c", "--json")
     cases.done(again)
     assert (experts / "a" / WEIGHTS).read_bytes() == (experts / "c" / WEIGHTS).read_bytes()
-    assert cases.done(run("inspect", library / "tiny", "--json"))["name"] == "tiny"
+    found = cases.done(run("inspect", library / "tiny", "--json"))
+    assert found == cases.done(run("inspect", small, "--json"))
     cases.done(run("compose", library / "E1", library / "tiny", "-o", experts / "d", "--json"))
     cases.refused(
         run("inspect", library / "E3", "--json"), 2, "not_found.entry", "lists all 3", "'E3'"

@@ -111,6 +111,13 @@ class Repository:
         """Read all files of a folder, fetched many at a time."""
         from huggingface_hub import snapshot_download
 
+        if self.offline:
+            raise EnvironmentProblem(
+                f"{self.ref.library} cannot be listed: nobody may be asked what is there",
+                code="offline",
+                hint="experts that were used before can be used by their names; unset"
+                " HF_HUB_OFFLINE to see all",
+            )
         names = self.names(folder)
         if not names:
             return
@@ -239,7 +246,7 @@ class Repository:
 @contextlib.contextmanager
 def _without_bars() -> Iterator[None]:
     """Keep the client's bars off what is no terminal."""
-    from huggingface_hub.utils import (
+    from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,
         disable_progress_bars,
         enable_progress_bars,

@@ -156,6 +156,7 @@ def test_offline(run, experts, hub, library, monkeypatch):
     cases.refused(
         run("inspect", f"{library}/E2", "--json"), 4, "environment.offline", "entries/e2.json"
     )
+    cases.refused(run("ls", library, "--json"), 4, "environment.offline", "cannot be listed")
     cases.refused(run("add", library, experts / "E3", "--json"), 4, "environment.offline")
     assert len(hub.requests) == asked
 
@@ -272,12 +273,11 @@ def test_the_program_itself_with_the_clients_own_settings(experts, hub, tmp_path
     done = cgmerge("add", "hf://me/lib", experts / "E1", "--json", HF_HUB_OFFLINE="0")
     assert done.returncode == 0, done.stderr
     assert "it/s" not in done.stderr
-    done = cgmerge("pull", "hf://me/lib/E1", "-o", experts / "x", HF_HUB_OFFLINE="0")
-    assert done.returncode == 0, done.stderr
-    done = cgmerge("pull", "hf://me/lib/E1", "-o", experts / "y", HF_HUB_OFFLINE="1")
-    assert done.returncode == 0, done.stderr
-    assert support.folder_bytes(experts / "x") == support.folder_bytes(experts / "E1")
-    assert support.folder_bytes(experts / "y") == support.folder_bytes(experts / "E1")
+    done = cgmerge("ls", "hf://me/lib", "-q", HF_HUB_OFFLINE="0")
+    assert (done.returncode, done.stdout) == (0, "E1\n"), done.stderr
+    done = cgmerge("ls", "hf://me/lib", HF_HUB_OFFLINE="1")
+    assert done.returncode == 4
+    assert "cannot be listed" in done.stderr
 
 
 @pytest.mark.parametrize("ref", ["hf://", "hf://a", "hf://a/b/c/d", "hf://a b/c", "hf://../x"])
