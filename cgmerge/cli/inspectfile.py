@@ -18,20 +18,20 @@ def inspect_file(path: Path, base: "Base | None", output: Output) -> None:
         InputError: Not a compressed expert, damaged, or made for another base.
     """
     from cgmerge.modules.compress.container import CgeFile, read_manifest
+    from cgmerge.modules.compress.opened import open_compressed
 
     whole = read_manifest(path)["peft"] is None
+    digest = None if whole else open_compressed(path, str(path)).digest
     if base is not None and whole:
         from cgmerge.modules.compress.openedfull import open_compressed_full
 
         open_compressed_full(path, str(path), base).file.close()
     elif base is not None:
-        from cgmerge.modules.compress.opened import open_compressed
-
         open_compressed(path, str(path)).deltas(base)
     if base is not None:
         output.line("fits", f"all weights fit {base.ref}" if whole else f"it fits {base.ref}")
     with CgeFile.open(path) as file:
-        facts = _facts(file, whole=whole)
+        facts = _facts(file, digest)
         for label, text in _lines(file, facts):
             output.text(f"{label:<10}{text}")
         if output.verbose:
@@ -43,7 +43,7 @@ def inspect_file(path: Path, base: "Base | None", output: Output) -> None:
     output.result("cgmerge.inspect/1", facts, short=facts["sha256"])
 
 
-def _facts(file: "CgeFile", *, whole: bool) -> dict[str, Any]:
+def _facts(file: "CgeFile", digest: str | None) -> dict[str, Any]:
     manifest = file.manifest
     numel = int((manifest.get("sizes") or {}).get("parameters", manifest["numel"]))
     ranks = {
@@ -63,9 +63,9 @@ def _facts(file: "CgeFile", *, whole: bool) -> dict[str, Any]:
     }
     parent = (manifest.get("parents") or [{}])[0]
     return {
-        "kind": "compressed full model" if whole else "compressed",
+        "kind": "compressed" if digest else "compressed full model",
         "name": str(parent.get("name", file.path.stem)),
-        "sha256": file.sha256(),
+        "sha256": digest or file.sha256(),
         "size_bytes": file.size,
         "ratio_16bit": 2 * numel / file.size,
         "bits_per_param": 8 * file.size / numel,

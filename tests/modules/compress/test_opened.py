@@ -94,6 +94,7 @@ def test_eval_inspect_and_stats_take_files(run, place):
     assert facts["size_bytes"] == (place / "x.cge").stat().st_size
     assert facts["kind"] == "compressed"
     assert facts["name"] == "x"
+    assert facts["sha256"] == open_expert(str(place / "x.cge")).digest
     assert facts["method"]["mode"] == "ternary"
     assert facts["ratio_16bit"] == pytest.approx(2 * facts["parameters"] / facts["size_bytes"])
     assert "fits" in err
