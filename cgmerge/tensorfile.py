@@ -129,8 +129,9 @@ class TensorFile:
         dtype = torch_dtype(info.dtype)
         if info.end == info.start:
             return torch.empty(info.shape, dtype=dtype)
-        data = self._pread_into(info.start, info.end - info.start)
-        return torch.frombuffer(data, dtype=dtype).reshape(info.shape)
+        tensor = torch.empty(info.shape, dtype=dtype)
+        self._fill(tensor.reshape(-1), info.start)
+        return tensor
 
     def read_rows(self, name: str, first: int, last: int) -> bytes:
         """Read raw bytes `first:last` of one tensor's data (offsets in bytes, within it)."""
@@ -145,9 +146,9 @@ class TensorFile:
         if last <= first:
             return torch.empty(0, dtype=dtype)
         width = DTYPE_BYTES[self.infos[name].dtype]
-        start = self.infos[name].start
-        data = self._pread_into(start + first * width, (last - first) * width)
-        return torch.frombuffer(data, dtype=dtype)
+        tensor = torch.empty(last - first, dtype=dtype)
+        self._fill(tensor, self.infos[name].start + first * width)
+        return tensor
 
     def read_span(self, first: int, last: int) -> bytes:
         """Read raw bytes `first:last` of the file itself, header included."""
@@ -160,11 +161,12 @@ class TensorFile:
             digest.update(self._pread(start, min(_CHUNK, self.size - start)))
         return digest.hexdigest()
 
-    def _pread_into(self, start: int, count: int) -> bytearray:
-        """Read into memory that a tensor may write to, without a copy of it."""
-        data = bytearray(count)
-        view, done = memoryview(data), 0
-        while done < count:
+    def _fill(self, flat: "torch.Tensor", start: int) -> None:
+        """Read into a tensor's own memory: no copy, and nothing is cleared first."""
+        import torch
+
+        view, done = flat.view(torch.uint8).numpy().data, 0
+        while done < len(view):
             with _naming(self.path):
                 got = os.preadv(self._handle, [view[done : done + (1 << 30)]], start + done)
             if not got:
@@ -172,8 +174,6 @@ class TensorFile:
                     f"{self.path} became shorter while it was read", code="changed", path=self.path
                 )
             done += got
-        view.release()
-        return data
 
     def _pread(self, start: int, count: int) -> bytes:
         parts = []
