@@ -172,6 +172,12 @@ def _run(
     size = pack.write_packed(out, encoded, fields, overwrite=overwrite)
     facts = _report(plan, out, size, fields, output, kept)
     emptied = encoded.fidelity.emptied
+    if plan.target is not None and size < 0.9 * plan.target:
+        other = "svdq uses more" if plan.mode == "ternary" else "a folder may be what you want"
+        output.warn(
+            f"mode {plan.mode} cannot use more than {size:,} bytes here, of"
+            f" {plan.target:,.0f} asked for; {other}"
+        )
     _warn_of(emptied, encoded.fidelity, output)
     output.result(SCHEMA, {**facts, "emptied": emptied}, short=str(out))
 

@@ -92,6 +92,8 @@ def evaluate(
     from cgmerge.evals.targets import LoadOptions, open_targets
     from cgmerge.modules.base import open_base
 
+    if least is not None and not 0.0 <= least <= 1.0:
+        raise UsageError(f"--min must be from 0 to 1, found {least:g}", code="min", found=least)
     output = Output(as_json=as_json, quiet=quiet, verbose=verbose)
     settings = Settings(
         metric="exact_match" if metric == "exact" else "loglik",

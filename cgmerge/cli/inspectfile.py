@@ -110,10 +110,19 @@ def _lines(file: "CgeFile", facts: dict[str, Any]) -> list[tuple[str, str]]:
                 ),
             )
         )
-    lines += [("score", readable(str(entry), 300)) for entry in facts["scores"][:5]]
+    lines += [("score", _score(entry)) for entry in facts["scores"][:5]]
     if facts["license"]:
         lines.append(("license", readable(facts["license"], 200)))
+    lines.append(("checked", "header and index; every tensor when it is read"))
     return [*lines, ("sha256", facts["sha256"])]
+
+
+def _score(entry: dict[str, Any]) -> str:
+    """Show an entry of the manifest's `eval`, as compress writes it or as others do."""
+    if {"original", "compressed"} <= set(entry):
+        suite = readable(str(entry.get("suite", entry.get("skill", ""))), 100)
+        return f"{suite} {entry['original']} before, {entry['compressed']} after".strip()
+    return readable(str(entry), 300)
 
 
 def _number(value: float | None) -> str:

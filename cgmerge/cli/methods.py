@@ -18,10 +18,10 @@ def methods(
     quiet: options.Quiet = False,
 ) -> None:
     """List merge methods, or explain one: formula, parameters, paper, when to use it."""
-    from cgmerge.merge import all_methods, get_method
+    from cgmerge.merge import all_methods, get_method, rule_of
 
     output = Output(as_json=as_json, quiet=quiet)
-    specs = all_methods() if name is None else [get_method(name)[0]]
+    specs = all_methods() if name is None else [get_method(rule_of(name))[0]]
     described = [_describe(spec) for spec in specs]
     if name is None:
         rows = [[s.name, "yes" if s.low_rank else "no", s.summary] for s in specs]

@@ -68,7 +68,7 @@ def say_plan(plan: "Plan", output: Output) -> None:
         f"LoRA rank {settings.rank}, alpha {chosen.alpha} on {len(plan.targets)} layers "
         f"({', '.join(kinds)}), {plan.trainable:,} trainable of {plan.total + plan.trainable:,}",
     )
-    epochs = chosen.steps * chosen.batch_size / len(plan.rows)
+    epochs = chosen.steps * min(chosen.batch_size, len(plan.rows)) / len(plan.rows)
     output.line(
         "plan",
         f"{chosen.steps} steps of {min(chosen.batch_size, len(plan.rows))} rows "

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cgmerge.errors import Damaged, Incompatible
 from cgmerge.merge.deltas import LowRank, inner, pad_rank, stack
-from cgmerge.merge.engine import Merger, Rule, make_rule, plan_rank
+from cgmerge.merge.engine import Merger, Rule, make_rule, plan_rank, rule_of
 from cgmerge.merge.lowrank import Truncated, best_dense, truncate, truncate_dense
 from cgmerge.merge.parts import AnyMerger, PartsMerger
 from cgmerge.merge.registry import MethodSpec, all_methods, get_method
@@ -32,6 +32,7 @@ __all__ = [
     "merge_state_dicts",
     "pad_rank",
     "plan_rank",
+    "rule_of",
     "stack",
     "truncate",
     "truncate_dense",

@@ -113,6 +113,15 @@ def make_rule(
     return Rule(spec, made, tuple(spec.resolve_weights(weights, experts)), space)
 
 
+def rule_of(name: str) -> str:
+    """Return the method in `SPACE+METHOD`, or the name as it is.
+
+    Raises:
+        UsageError: Unknown space.
+    """
+    return _split_space(name)[1]
+
+
 def _split_space(name: str) -> tuple[Space | Literal[""], str]:
     prefix, plus, rest = name.partition("+")
     if not plus or is_method(name):

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from cgmerge.modules.stats import StatsFile
 
 Progress = Callable[[int], None]
+
+_SUSPICIOUS = 1e-2  # below this norm a result is compared with the experts' own
+_NOISE = 1e-6
 EVEN_LOSS = 1e-3
 """Share of a delta from which on it matters which directions a lower rank leaves out."""
 
@@ -275,7 +278,7 @@ def _open_base(recipe: Recipe) -> Base:
             f"{recipe.base} is not the base that the recipe names: {base.fingerprint},"
             f" expected {pinned}",
             code="base",
-            hint="pass the base it was made with; --force-base overrides and is recorded",
+            hint="pass the base it was made with; compose and eval take --force-base",
             expected=pinned,
             found=base.fingerprint,
         )
@@ -361,7 +364,7 @@ def _check_same_base(experts: list[Expert], recipe: Recipe) -> None:
         raise Incompatible(
             "these experts do not share a base\n" + "\n".join(lines),
             code="base",
-            hint="compose experts of one base; --force-base overrides and is recorded",
+            hint="compose experts of one base; compose and eval take --force-base",
             found=sorted(str(fingerprint) for fingerprint in known),
         )
 
@@ -413,7 +416,7 @@ def refuse_noop(plan: Plan, norm: float) -> None:
     Raises:
         Incompatible: `norm` is 0.
     """
-    if norm == 0.0 and not plan.recipe.allow_noop:
+    if _cancelled(plan, norm) and not plan.recipe.allow_noop:
         raise Incompatible(
             "the composition changes nothing: the merged delta is zero in every module",
             code="no_effect",
@@ -421,6 +424,17 @@ def refuse_noop(plan: Plan, norm: float) -> None:
             " it",
             found=0.0,
         )
+
+
+def _cancelled(plan: Plan, norm: float) -> bool:
+    """Whether a result is zero, or only what rounding leaves of deltas that cancel."""
+    if norm == 0.0 or plan.has_full or norm > _SUSPICIOUS:
+        return norm == 0.0
+    given = math.fsum(
+        abs(weight) * math.fsum(delta.norm() for delta in deltas.values())
+        for weight, deltas in zip(plan.rule.weights, plan.deltas, strict=True)
+    )
+    return norm <= _NOISE * abs(plan.rule.params.scale) * given
 
 
 def refuse_rounding(plan: Plan, lost: float) -> None:

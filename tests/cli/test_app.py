@@ -374,3 +374,10 @@ def test_main_exits_with_the_code(monkeypatch):
     finally:
         signal.signal(signal.SIGTERM, handler)
     assert caught.value.code == 2
+
+
+def test_methods_explains_a_rule_in_a_space(run):
+    code, out, _ = run("methods", "core+ties", "--json")
+    assert code == 0
+    assert json.loads(out)["methods"][0]["name"] == "ties"
+    assert run("methods", "cube+ties")[0] == 2

@@ -386,3 +386,12 @@ def test_an_expert_inside_an_expert_and_a_base_that_is_both(run, attack, place, 
         cases.effect(models / "B", merged=place / "merged"),
         cases.effect(models / "B", adapter=place / "E2"),
     )
+
+
+def test_deltas_that_cancel_are_no_merge(run, experts, tmp_path):
+    pair = (f"{experts / 'E1'}=1", f"{experts / 'E1'}=-1")
+    code, _, err = run("compose", *pair, "-m", "linear", "-o", tmp_path / "zero")
+    assert code == 3
+    assert "changes nothing" in err
+    tiny = run("compose", experts / "E1", "-m", "linear", "--scale", 1e-6, "-o", tmp_path / "small")
+    assert tiny[0] == 0, tiny[2]

@@ -6,6 +6,7 @@ import random
 import pytest
 import support
 import torch
+from safetensors.torch import load_file, save_file
 
 from cgmerge.evals.tasks import chains
 
@@ -226,3 +227,33 @@ def test_a_full_model_that_is_the_base_is_refused(run, models, tmp_path):
     code, _, err = run("compress", same, "--base", models / "B", "-o", tmp_path / "f.cge")
     assert code == 3
     assert "nothing is left" in err
+
+
+def test_densities_that_leave_nothing_are_skipped(run, place):
+    from cgmerge.modules.base import open_base
+
+    shapes = {
+        path: (shape.out_features, shape.in_features)
+        for path, shape in open_base("tiny").modules.items()
+        if path.endswith("q_proj")
+    }
+    folder = support.make_expert(place / "lopsided", shapes, rank=8, alpha=16, std=0.06)
+    path = folder / "adapter_model.safetensors"
+    weights = load_file(path)
+    save_file({n: t * 0.02 if "lora_B" in n else t for n, t in weights.items()}, path)
+    words = ["--mode", "compeft", "-o", place / "l.cge"]
+    code, _, err = run("compress", folder, *words, "--density", 0.05)
+    assert code == 3
+    assert "nothing is left" in err
+    tune = ["--base", "tiny", "--calibrate", place / "val.jsonl", "--json"]
+    code, out, err = run("compress", folder, *words, *tune)
+    assert code == 0, err
+    assert json.loads(out)["density"] > 0.3
+
+
+def test_bytes_that_a_mode_cannot_use_are_said(run, place):
+    code, _, err = run(
+        "compress", place / "e", "--target-ratio", 1, "-o", place / "e.cge", "--json"
+    )
+    assert code == 0, err
+    assert "cannot use more than" in err

@@ -8,6 +8,7 @@ is the paper's, over density and α.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from cgmerge.errors import Incompatible
 from cgmerge.merge.deltas import LowRank
 from cgmerge.modules.compress.modes import Encoded, Mode, Options, decode, encode
 
@@ -98,10 +99,15 @@ def tune_published(
         Incompatible: Nothing is left of the expert at any of the densities.
     """
     best: tuple[Trial, Encoded] | None = None
+    emptied: Incompatible | None = None
     trials: list[Trial] = []
     for density in densities:
         asked = None if options.target is not None else density
-        unit = encode("compeft", factors, replace(options, density=asked, alpha=1.0))
+        try:
+            unit = encode("compeft", factors, replace(options, density=asked, alpha=1.0))
+        except Incompatible as error:  # nothing is left at this density; a higher one may do
+            emptied = error
+            continue
         for alpha in alphas:
             # α is on both factors, so that it acts on the delta squared.
             scaled = with_alpha(unit, alpha)
@@ -109,7 +115,9 @@ def tune_published(
             trials.append(trial)
             if best is None or trial.score > best[0].score:
                 best = trial, scaled
-    assert best is not None
+    if best is None:
+        assert emptied is not None
+        raise emptied
     return Tuned(best[1], best[0], tuple(trials))
 
 
