@@ -58,7 +58,10 @@ def local_place(ref: str, *, what: str, suffix: str | None = None) -> Path:
             return path
         wanted = f"a folder or a {suffix} file" if suffix else "a folder"
         raise NotFound(
-            f"{ref} is a file; the {what} must be {wanted}", code="not_folder", path=path
+            f"{ref} is a file; the {what} must be {wanted}",
+            code="not_folder",
+            hint=f"if it is a compressed expert, rename it to end in {suffix}" if suffix else None,
+            path=path,
         )
     near = _near(path)
     hint = f"similar: {', '.join(near)}" if near else None

@@ -11,6 +11,7 @@ from cgmerge.tensorfile import file_sha256, read_small
 
 CARD = "expert.json"
 SCHEMA = "cgmerge.expert/1"
+README = "README.md"
 
 
 class BaseId(BaseModel):
@@ -97,6 +98,8 @@ def read_card(folder: Path) -> ExpertCard | None:
             f"{path} holds a name that is not one printable line: {odd[:80]!r}", code="card"
         )
     for name, expected in card.files.items():
+        if name == README:
+            continue  # for people, who edit it before they publish
         if "/" in name or "\\" in name or name in ("", ".", ".."):
             raise Damaged(f"{path} lists the file {name!r} outside its folder", code="card")
         if not (folder / name).exists():

@@ -189,3 +189,9 @@ def test_inspect_reads_the_header_without_torch(made):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False 0"
     assert "ternary, rank" in done.stdout
+
+
+def test_a_card_for_people_may_be_edited(place):
+    folder = place / "x-back"
+    (folder / "README.md").write_text("# Mine\n")
+    assert open_expert(str(folder)).name == "x"
