@@ -42,7 +42,7 @@ def test_says_what_it_understood_and_did(run, words, tmp_path):
     assert "data     reverse.jsonl: 20 rows, format prompt/completion" in lines
     assert any(line.startswith("example  reverse : ") and "⟦" in line for line in lines)
     assert any("LoRA rank 4, alpha 8 on 14 layers" in line for line in lines)
-    assert any("4 steps of 20 rows (12.8 epochs), learning rate 0.001, cpu" in x for x in lines)
+    assert any("4 steps of 20 rows (4.0 epochs), learning rate 0.001, cpu" in x for x in lines)
     assert any(line.startswith("train    4/4") for line in lines)
     assert any(line.startswith("eval     exact match 0.000 (base 0.000)") for line in lines)
     assert any(line.startswith(f"wrote    {tmp_path / 'expert'} (") for line in lines)
