@@ -1,0 +1,86 @@
+"""A router and the experts beside it must speak of the same numbers; files can say anything."""
+
+from collections.abc import Mapping, Sequence
+
+from cgmerge.errors import Damaged
+from cgmerge.modules.routing.layer import TokenRule
+from cgmerge.modules.routing.router import RetrievalRouter, Router, TaskRouter, TokenRouter
+from cgmerge.modules.routing.scores import Energy, Gate, Scorer, Standardised, Subspace
+
+Sizes = Mapping[str, tuple[int, int, int]]
+"""(out, in, rank) by module path."""
+
+
+def check_router(router: Router, experts: Sequence[Sizes], source: str) -> None:
+    """Check a router against the shapes of the experts that it was read with.
+
+    Args:
+        router: From a file.
+        experts: Sizes of their modules, in order.
+        source: For messages.
+
+    Raises:
+        Damaged: It is for other experts.
+    """
+    count = len(experts)
+    if isinstance(router, TaskRouter):
+        lengths = {len(row) for row in router.table.values()}
+        _same(lengths, {count}, f"{source}: weights in a row of the table")
+    elif isinstance(router, RetrievalRouter):
+        width = router.centre.shape
+        _same(tuple(router.centroids.shape), (count, *width), f"{source}: centroids")
+        _same(len(width), 1, f"{source}: dimensions of the centre")
+    elif isinstance(router, TokenRouter):
+        _check_tokens(router, experts, source)
+
+
+def _check_tokens(router: TokenRouter, experts: Sequence[Sizes], source: str) -> None:
+    modules: dict[str, tuple[int, int]] = {}
+    for sizes in experts:
+        for path, (_, into, rank) in sizes.items():
+            modules[path] = into, modules.get(path, (0, 0))[1] + rank
+    if router.scope == "module":
+        _same(sorted(router.rules), sorted(modules), f"{source}: modules of the router")
+    for place, rule in router.rules.items():
+        width, ranks = modules.get(place, (None, None))
+        _check_rule(rule, len(experts), width, ranks, f"{source}: {place}")
+
+
+def _check_rule(
+    rule: TokenRule, count: int, width: int | None, ranks: int | None, where: str
+) -> None:
+    scorer: Scorer = rule.scorer
+    if scorer.rows is not None:
+        found = tuple(scorer.rows.shape)
+        lines = count * scorer.width if isinstance(scorer, Subspace) else count
+        into = found[-1] if width is None else width
+        _same(found, (lines, into), f"{where}: rows")
+    elif not isinstance(scorer, Energy):
+        raise Damaged(f"{where}: a {scorer.form} scorer without rows", code="router")
+    vectors = {"present": scorer.present, "after": rule.after}
+    if isinstance(scorer, Gate):
+        vectors["bias"] = scorer.bias
+    if isinstance(scorer, Subspace | Energy):
+        vectors["weights"] = scorer.weights
+    for name, vector in vectors.items():
+        if vector is not None:
+            _same(tuple(vector.shape), (count,), f"{where}: {name}")
+    if isinstance(scorer, Energy):
+        _same(tuple(scorer.gram.shape), (ranks, ranks), f"{where}: gram")
+        _same(tuple(scorer.owner.shape), (ranks, count), f"{where}: owner")
+    if isinstance(scorer, Standardised | Subspace | Energy):
+        if scorer.present is None:
+            raise Damaged(f"{where}: nothing says which experts are there", code="router")
+        if not bool(scorer.present.any()):
+            raise Damaged(f"{where}: no expert can be chosen", code="router")
+
+
+def _same(found: object, expected: object, what: str) -> None:
+    if found != expected:
+        raise Damaged(
+            f"{what}: found {found}, expected {expected}; the router is for other experts",
+            code="router",
+            hint="compose again",
+            expected=expected,
+            found=found,
+        )

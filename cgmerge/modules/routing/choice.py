@@ -1,0 +1,56 @@
+"""From scores to weights: temperature, the best k, softmax over what is kept."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+_FEW = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How scores become weights.
+
+    Attributes:
+        top_k: Experts kept per token or sequence; None keeps all.
+        temperature: Scores are divided by it before the softmax.
+    """
+
+    top_k: int | None = None
+    temperature: float = 1.0
+
+    def weights(self, scores: Float[Tensor, "*batch experts"]) -> Float[Tensor, "*batch experts"]:
+        """Return softmax weights that sum to 1, zero for experts that are not kept.
+
+        Args:
+            scores: Higher is better; -inf for experts that cannot be chosen.
+        """
+        if self.top_k is None or self.top_k >= scores.shape[-1]:
+            return (scores / self.temperature).softmax(dim=-1)
+        chosen, kept = self.best(scores)
+        return torch.zeros_like(scores).scatter(-1, chosen, kept)
+
+    def best(
+        self, scores: Float[Tensor, "*batch experts"]
+    ) -> tuple[Int[Tensor, "*batch k"], Float[Tensor, "*batch k"]]:
+        """Return the k best experts and their weights; of equal scores the first expert."""
+        k = min(self.top_k or scores.shape[-1], scores.shape[-1])
+        chosen = first_best(scores, k)
+        kept = scores.gather(-1, chosen) / self.temperature
+        return chosen, kept.softmax(dim=-1)
+
+
+def first_best(scores: Float[Tensor, "*batch experts"], k: int) -> Int[Tensor, "*batch k"]:
+    """Return the indices of the k highest scores, best first; `topk` leaves ties undefined."""
+    if k > _FEW:
+        return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    # -inf marks what is taken already; what cannot be chosen comes after everything else.
+    left, found = scores.clamp_min(torch.finfo(scores.dtype).min), []
+    for _ in range(k):
+        best = left.argmax(dim=-1, keepdim=True)  # the first of equals
+        found.append(best)
+        if len(found) < k:
+            left = left.scatter(-1, best, -torch.inf)
+    return torch.cat(found, dim=-1)

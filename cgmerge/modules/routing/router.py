@@ -1,0 +1,276 @@
+"""Routers: what decides how much each expert says, and on what the decision rests.
+
+- `TokenRouter` (Arrow, spectral, gates): every token, from the input of a module, layer or model.
+- `RetrievalRouter`: every sequence, from the base's own embedding of the prompt.
+- `TaskRouter`: every sequence, from the name of its task.
+
+A router is plain tensors and settings; saving one is writing them, without any code.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from cgmerge.errors import Damaged, UsageError
+from cgmerge.modules.routing.choice import Choice
+from cgmerge.modules.routing.layer import TokenRule
+from cgmerge.modules.routing.scores import SCORERS
+
+Granularity = Literal["token", "sequence"]
+Scope = Literal["module", "layer", "model"]
+
+_AFTER = "after"
+
+
+class Router(ABC):
+    """What decides; see the module."""
+
+    kind: ClassVar[str]
+    granularity: ClassVar[Granularity]
+    needs_text: ClassVar[bool] = False
+    """Whether the base has to read the prompt before the experts speak."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Return everything learned, by name, float32."""
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Return everything else, as JSON values."""
+
+    @classmethod
+    @abstractmethod
+    def restore(cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "Router":
+        """Make a router of what `settings` and `tensors` gave.
+
+        Raises:
+            Damaged: They do not belong together.
+        """
+
+
+@dataclass(frozen=True)
+class TokenRouter(Router):
+    """Every token decides.
+
+    Attributes:
+        rules: By the place where the input is read: a module, or a decoder layer that decides for
+            all its modules; the first layer decides for the whole model.
+        scope: Which of these.
+    """
+
+    kind = "token"
+    granularity = "token"
+
+    rules: Mapping[str, TokenRule]
+    scope: Scope = "module"
+
+    @property
+    def choice(self) -> Choice:
+        """Return how scores become weights; the same everywhere."""
+        return next(iter(self.rules.values())).choice
+
+    def chosen(self, choice: Choice) -> "TokenRouter":
+        """Return the router with another choice, e.g. pruned to the best k."""
+        rules = {
+            place: TokenRule(rule.scorer, choice, rule.after) for place, rule in self.rules.items()
+        }
+        return TokenRouter(rules, self.scope)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the scorers' tensors, `PLACE.FIELD`."""
+        found = {}
+        for place, rule in self.rules.items():
+            for name, tensor in rule.scorer.tensors().items():
+                found[f"{place}.{name}"] = tensor
+            if rule.after is not None:
+                found[f"{place}.{_AFTER}"] = rule.after
+        return found
+
+    def settings(self) -> dict[str, Any]:
+        """Return scope, form of the scorer and choice."""
+        form = next(iter(self.rules.values())).scorer.form
+        choice = self.choice
+        return {
+            "scope": self.scope,
+            "form": form,
+            "top_k": choice.top_k,
+            "temperature": choice.temperature,
+        }
+
+    @classmethod
+    def restore(cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "TokenRouter":
+        """See `Router.restore`."""
+        form, scope = settings.get("form"), settings.get("scope")
+        if form not in SCORERS or scope not in ("module", "layer", "model"):
+            raise Damaged(f"a token router of form {form!r} and scope {scope!r}", code="router")
+        choice = Choice(
+            _natural(settings.get("top_k"), "top_k"), _positive(settings, "temperature")
+        )
+        places: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            place, _, part = name.rpartition(".")
+            places.setdefault(place, {})[part] = tensor
+        if not places:
+            raise Damaged("a token router without tensors", code="router")
+        rules = {}
+        for place, parts in places.items():
+            after = parts.pop(_AFTER, None)
+            try:
+                scorer = SCORERS[form].of_tensors(parts)
+            except (TypeError, KeyError) as error:
+                raise Damaged(f"router of {place}: {error}", code="router") from error
+            rules[place] = TokenRule(scorer, choice, after)
+        return cls(rules, scope)
+
+
+class SequenceRouter(Router):
+    """Every sequence decides once, on its prompt."""
+
+    granularity = "sequence"
+
+
+@dataclass(frozen=True)
+class RetrievalRouter(SequenceRouter):
+    """The experts whose examples resemble the prompt, in the base's own embedding.
+
+    Attributes:
+        centroids: Mean embedding of each expert's examples, minus `centre`, of length 1, [E, d].
+        centre: Mean embedding of all examples, [d].
+        choice: Of the cosines; a small temperature makes it sharp.
+        width: β of kernel weights exp(−(1 − cos)/β²); None for the softmax of `choice`.
+        threshold: Kernel weights below this share are dropped.
+    """
+
+    kind = "retrieval"
+    needs_text = True
+
+    centroids: Float[Tensor, "experts width"]
+    centre: Float[Tensor, "width"]
+    choice: Choice = field(default_factory=lambda: Choice(top_k=1))
+    width: float | None = None
+    threshold: float = 0.01
+
+    def similarities(self, embedded: Float[Tensor, "batch width"]) -> Tensor:
+        """Return the cosine of every prompt with every expert, [batch, experts]."""
+        moved = embedded.float() - self.centre.to(embedded.device)
+        lengths = moved.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        return (moved / lengths) @ self.centroids.to(embedded.device).T
+
+    def weights(self, embedded: Float[Tensor, "batch width"]) -> Float[Tensor, "batch experts"]:
+        """Return the weights of every sequence; they sum to 1."""
+        cosines = self.similarities(embedded)
+        if self.width is None:
+            return self.choice.weights(cosines)
+        # The largest exponent is taken out, so that a prompt far from all experts has weights too.
+        shares = ((cosines - 1.0) / self.width**2).softmax(dim=-1)
+        kept = shares.where(shares > self.threshold, 0.0)
+        return kept / kept.sum(dim=-1, keepdim=True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return centroids and centre."""
+        return {"centroids": self.centroids, "centre": self.centre}
+
+    def settings(self) -> dict[str, Any]:
+        """Return choice and kernel."""
+        return {
+            "top_k": self.choice.top_k,
+            "temperature": self.choice.temperature,
+            "width": self.width,
+            "threshold": self.threshold,
+        }
+
+    @classmethod
+    def restore(
+        cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> "RetrievalRouter":
+        """See `Router.restore`."""
+        if set(tensors) != {"centroids", "centre"}:
+            raise Damaged(f"a retrieval router with tensors {sorted(tensors)}", code="router")
+        width = None if settings.get("width") is None else _positive(settings, "width")
+        choice = Choice(
+            _natural(settings.get("top_k"), "top_k"), _positive(settings, "temperature")
+        )
+        threshold = settings.get("threshold")
+        if not isinstance(threshold, float) or not 0 <= threshold < 1:
+            raise Damaged(f"a retrieval router with threshold {threshold!r}", code="router")
+        return cls(tensors["centroids"], tensors["centre"], choice, width, threshold)
+
+
+@dataclass(frozen=True)
+class TaskRouter(SequenceRouter):
+    """A table: which experts a task uses, said by whoever asks.
+
+    Attributes:
+        table: Weights of all experts by name of the task.
+    """
+
+    kind = "task"
+
+    table: Mapping[str, tuple[float, ...]]
+
+    def weights(self, tasks: Sequence[str | None]) -> Float[Tensor, "batch experts"]:
+        """Return the weights of every sequence.
+
+        Raises:
+            UsageError: A task that is not in the table, or none named.
+        """
+        for task in tasks:
+            if task not in self.table:
+                said = "no task is named" if task is None else f"task {task!r} is not in its table"
+                raise UsageError(
+                    f"this composition routes by task, and {said}",
+                    code="task",
+                    hint=f"name one of {', '.join(sorted(self.table)[:10])}",
+                    expected=sorted(self.table),
+                    found=task,
+                )
+        return torch.tensor([self.table[task] for task in tasks if task is not None])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return nothing: the table is a setting."""
+        return {}
+
+    def settings(self) -> dict[str, Any]:
+        """Return the table."""
+        return {"table": {task: list(weights) for task, weights in self.table.items()}}
+
+    @classmethod
+    def restore(cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "TaskRouter":
+        """See `Router.restore`."""
+        table = settings.get("table")
+        good = isinstance(table, dict) and bool(table) and not tensors
+        if not good or not all(_is_row(row) for row in table.values()):  # type: ignore[union-attr]
+            raise Damaged("a task router needs a table of weights by task", code="router")
+        assert isinstance(table, dict)
+        return cls({str(task): tuple(map(float, row)) for task, row in table.items()})
+
+
+ROUTERS: dict[str, type[Router]] = {
+    kind.kind: kind for kind in (TokenRouter, RetrievalRouter, TaskRouter)
+}
+"""Every kind of router by the name in saved files."""
+
+
+def _is_row(row: object) -> bool:
+    return isinstance(row, list) and all(
+        isinstance(w, int | float) and not isinstance(w, bool) and math.isfinite(w) for w in row
+    )
+
+
+def _natural(value: object, name: str) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise Damaged(f"router: {name} must be a whole number of at least 1 or null", code="router")
+
+
+def _positive(settings: Mapping[str, Any], name: str) -> float:
+    value = settings.get(name)
+    if isinstance(value, float) and math.isfinite(value) and value > 0:
+        return value
+    raise Damaged(f"router: {name} must be a number above 0, found {value!r}", code="router")

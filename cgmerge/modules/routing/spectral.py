@@ -1,0 +1,79 @@
+"""Routers that need no data: the experts' own input directions say what they are for.
+
+Arrow (arXiv:2405.11157) scores a token by |v·x|, v the direction that the expert amplifies most;
+SpectR (COLM 2025) by ‖ΔW·x‖, the whole spectrum. In between are the leading q directions.
+The directions come from a small exact SVD of the factors, not from power iterations with a random
+start; the score has no sign, so that (−v) routes alike.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from cgmerge.merge.deltas import LowRank
+from cgmerge.modules.routing.choice import Choice
+from cgmerge.modules.routing.layer import TokenRule
+from cgmerge.modules.routing.router import TokenRouter
+from cgmerge.modules.routing.scores import Energy, Scorer, Subspace
+from cgmerge.modules.routing.stack import Stack
+
+
+def leading_directions(delta: LowRank, count: int) -> Float[Tensor, "count in"]:
+    """Return the leading right singular vectors of ΔW, from QR of the factors and a small SVD.
+
+    Args:
+        delta: Any rank.
+        count: How many; zeros where ΔW has fewer, or is zero.
+
+    Returns:
+        Orthonormal rows, float32, leading first; each with its largest entry positive.
+    """
+    into = delta.a.shape[1]
+    found = torch.zeros(count, into, dtype=torch.float64)
+    if delta.rank == 0 or not bool(delta.a.any()) or not bool(delta.b.any()):
+        return found.float()
+    q, r = torch.linalg.qr(delta.a.double().T)
+    _, values, right = torch.linalg.svd(
+        torch.linalg.qr(delta.b.double(), mode="r").R @ r.T, full_matrices=False
+    )
+    kept = min(count, int((values > values[0] * 1e-12).sum()))
+    rows = right[:kept] @ q.T
+    largest = rows.abs().argmax(dim=1, keepdim=True)
+    found[:kept] = rows * rows.gather(1, largest).sign()
+    return found.float()
+
+
+def spectral_router(
+    stacks: "dict[str, Stack]", *, directions: int | None, choice: Choice, normalise: bool = False
+) -> TokenRouter:
+    """Make a router from the experts alone.
+
+    Args:
+        stacks: The experts by module.
+        directions: Leading input directions of each expert; 1 is Arrow, None the whole spectrum.
+        choice: From scores to weights.
+        normalise: Divide the score of an expert by ‖ΔW‖ (whole spectrum only; directions have
+            length 1 anyway).
+    """
+    rules: dict[str, TokenRule] = {}
+    for path, stack in stacks.items():
+        rules[path] = TokenRule(_scorer(stack, directions, normalise=normalise), choice)
+    return TokenRouter(rules)
+
+
+def _scorer(stack: Stack, directions: int | None, *, normalise: bool) -> Scorer:
+    norms = torch.tensor([stack.delta(e).norm() for e in range(stack.experts)])
+    if directions is None:
+        weights = torch.where(norms > 0, 1.0 / norms, 0.0) if normalise else None
+        scorer = Energy.of(stack, weights)
+        return Energy(
+            gram=scorer.gram, owner=scorer.owner, weights=weights, present=_usable(norms, stack)
+        )
+    rows = [leading_directions(stack.delta(e), directions) for e in range(stack.experts)]
+    return Subspace(rows=torch.cat(rows), present=_usable(norms, stack), width=directions)
+
+
+def _usable(norms: Tensor, stack: Stack) -> Tensor:
+    """Leave out experts that do nothing here; where none does anything, any may be chosen."""
+    usable = norms > 0
+    return usable if bool(usable.any()) else torch.tensor(stack.present)
