@@ -24,12 +24,15 @@ from cgmerge.cli import (
     demo,
     doctor,
     evaluate,
+    export,
     extract,
     inspect,
     library,
     methods,
+    route,
     sharing,
     stats,
+    talking,
     train,
 )
 from cgmerge.cli.output import print_error
@@ -91,6 +94,10 @@ app.command("lock", rich_help_panel="Library")(sharing.lock)
 app.command("compose", rich_help_panel="Compose")(compose.compose)
 app.command("extract", rich_help_panel="Compose")(extract.extract)
 app.command("methods", rich_help_panel="Compose")(methods.methods)
+app.command("generate", rich_help_panel="Use")(talking.generate)
+app.command("chat", rich_help_panel="Use")(talking.chat)
+app.command("route", rich_help_panel="Use")(route.route)
+app.command("export", rich_help_panel="Use")(export.export)
 app.command("eval", rich_help_panel="Measure")(evaluate.evaluate)
 app.command("demo", rich_help_panel="Help")(demo.demo)
 app.command("doctor", rich_help_panel="Help")(doctor.doctor)

@@ -30,7 +30,7 @@ MAX_ITEM_BYTES = 8 * 1024**3
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 Metric = Literal["exact_match", "loglik"]
-Kind = Literal["base", "expert", "merged", "model", "deltas"]
+Kind = Literal["base", "expert", "merged", "routed", "model", "deltas"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from cgmerge.evals.suite import (
     warnings_about,
 )
 from cgmerge.evals.summary import summarise
-from cgmerge.evals.targets import BASE_NAME, LoadOptions, Target, ready
+from cgmerge.evals.targets import BASE_NAME, LoadOptions, Ready, Target, ready
 from cgmerge.modules.encoding import Encoded, end_ids
 from cgmerge.modules.loading import LoadedBase
 
@@ -190,9 +190,10 @@ class _Run:
 
     def _logliks(self, target: Target, count: int | None) -> list[float]:
         """Score the first rows out of turn: no progress, no warnings."""
-        with ready(target, self.loaded, self.settings.loading) as model:
-            rows = self.rows if target.model is None else self.encode(model)
-            return _logliks(_score(target, model, rows.encoded[:count], self._batch_size(count)))
+        with ready(target, self.loaded, self.settings.loading) as there:
+            rows = self.rows if target.model is None else self.encode(there.loaded)
+            work = self._work(target, there, rows, count)
+            return _logliks(_score(work, self._batch_size(count)))
 
     def _batch_size(self, count: int | None) -> int:
         # Batches decide the last bit, so that a probe is compared with a probe.
@@ -202,43 +203,57 @@ class _Run:
         """Score one target on all questions."""
         self.warnings += target.warnings
         tokenizer: Literal["base", "own"] = "base"
-        with ready(target, self.loaded, self.settings.loading) as model:
-            rows = self.rows if target.model is None else self.encode(model)
+        with ready(target, self.loaded, self.settings.loading) as there:
+            rows = self.rows if target.model is None else self.encode(there.loaded)
             if rows.encoded != self.rows.encoded:
                 tokenizer = "own"
                 self.warnings.append(
                     f"{target.name} splits the items into other tokens than the base; it is scored "
                     "with its own tokenizer"
                 )
-            scores = self._score(target, model, rows)
+            work = self._work(target, there, rows)
+            scores = self._score(work)
             generates = self.settings.generates and not self.same  # else it is refused anyway
-            written = self._generate(target, model, rows) if generates else None
-            items = _items(_Answers(target.name, rows, scores, written), self.asked, model)
+            written = self._generate(work) if generates else None
+            items = _items(_Answers(target.name, rows, scores, written), self.asked, there.loaded)
         self.warnings += _warnings_about(target.name, items)
         return TargetInfo(target.name, target.kind, target.digest, tokenizer), items
 
-    def _score(self, target: Target, model: LoadedBase, rows: Rows) -> list[TokenScore]:
-        settings = self.settings
+    def _work(self, target: Target, there: Ready, rows: Rows, count: int | None = None) -> "_Work":
+        encoded = rows.encoded[:count]
+        skills = [question.skill for question in self.asked]
+
+        def prepare(batch: Sequence[int]) -> None:
+            if there.routing is not None:
+                there.routing.route(
+                    [encoded[i].prompt_ids for i in batch], [skills[i] for i in batch]
+                )
+
+        return _Work(target, there.loaded, encoded, prepare)
+
+    def _score(self, work: "_Work") -> list[TokenScore]:
+        settings, target = self.settings, work.target
         advance = partial(self._advance, target.name)
-        scores = _score(target, model, rows.encoded, settings.batch_size, advance)
+        scores = _score(work, settings.batch_size, advance)
         if target.kind == "base":
             self.base_logliks = _logliks(scores)
         elif target.model is not None and not settings.expects_same:
             found, expected = _logliks(scores), self.base_logliks
             if not settings.keeps_base:
-                found = _logliks(_score(target, model, rows.encoded[:PROBE], PROBE))
+                found = _logliks(_score(work.first(PROBE), PROBE))
                 expected = self._logliks(Target.of_base(self.loaded.base), PROBE)
             if found == expected:
                 self.same.append(target)
         return scores
 
-    def _generate(self, target: Target, model: LoadedBase, rows: Rows) -> list[tuple[int, ...]]:
+    def _generate(self, work: "_Work") -> list[tuple[int, ...]]:
         return scoring.generate(
-            model.model,
-            rows.encoded,
-            ends=end_ids(model.tokenizer),
+            work.model.model,
+            work.encoded,
+            ends=end_ids(work.model.tokenizer),
             batch_size=self.settings.batch_size,
-            advance=partial(self._advance, target.name),
+            advance=partial(self._advance, work.target.name),
+            prepare=work.prepare,
         )
 
     def _advance(self, note: str, rows: int) -> None:
@@ -294,22 +309,37 @@ def _decode(ids: Sequence[tuple[int, ...]], tokenizer: "PreTrainedTokenizerBase"
     return texts
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Rows for one target that is in memory."""
+
+    target: Target
+    model: LoadedBase
+    encoded: Sequence[Encoded]
+    prepare: scoring.Prepare
+
+    def first(self, count: int) -> "_Work":
+        return replace(self, encoded=self.encoded[:count])
+
+
 def _score(
-    target: Target,
-    model: LoadedBase,
-    encoded: Sequence[Encoded],
-    batch_size: int,
-    advance: Callable[[int], None] | None = None,
+    work: _Work, batch_size: int, advance: Callable[[int], None] | None = None
 ) -> list[TokenScore]:
     """Score rows; a model that gives NaN is named."""
     try:
-        return scoring.score(model.model, encoded, batch_size=batch_size, advance=advance)
+        return scoring.score(
+            work.model.model,
+            work.encoded,
+            batch_size=batch_size,
+            advance=advance,
+            prepare=work.prepare,
+        )
     except Damaged as error:
         raise Damaged(
-            f"target {target.name}: {error.message}",
+            f"target {work.target.name}: {error.message}",
             code="not_finite",
             hint=error.hint,
-            target=target.name,
+            target=work.target.name,
         ) from error
 
 

@@ -29,6 +29,8 @@ MARGIN = 2
 
 Advance = Callable[[int], None]
 """Called with the number of rows just finished."""
+Prepare = Callable[[Sequence[int]], None]
+"""Called before every batch with the rows it is made of: routers decide on their prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ def score(
     *,
     batch_size: int,
     advance: Advance | None = None,
+    prepare: Prepare | None = None,
 ) -> list[TokenScore]:
     """Score targets by teacher forcing, in one forward pass per batch.
 
@@ -63,6 +66,7 @@ def score(
         rows: Prompts and targets of at least one token each.
         batch_size: Most rows in a pass; fewer where the logits would pass `LOGIT_BUDGET`.
         advance: Progress.
+        prepare: Called before each batch.
 
     Returns:
         One score per row, in order. In float32 it is the same for every batch size to 1e-5.
@@ -76,6 +80,8 @@ def score(
     vocab = int(model.config.get_text_config().vocab_size)
     with _evaluating(model):
         for batch in _batches(rows, batch_size, lambda b: b.logits * vocab <= LOGIT_BUDGET):
+            if prepare is not None:
+                prepare(batch)
             scores = _score_batch(model, [rows[i] for i in batch])
             found.update(zip(batch, scores, strict=True))
             if advance is not None:
@@ -90,6 +96,7 @@ def generate(
     ends: Sequence[int],
     batch_size: int,
     advance: Advance | None = None,
+    prepare: Prepare | None = None,
 ) -> list[tuple[int, ...]]:
     """Continue prompts greedily with a key-value cache, as a user would see it.
 
@@ -102,6 +109,7 @@ def generate(
         ends: Token ids that stop a row.
         batch_size: Most rows at once.
         advance: Progress.
+        prepare: Called before each batch.
 
     Returns:
         Per row the new tokens up to and including the first end token, at most `MARGIN` more
@@ -115,6 +123,8 @@ def generate(
     found: dict[int, tuple[int, ...]] = {}
     with _evaluating(model), _plain_generation(model):
         for batch in _batches(rows, batch_size, lambda b: limit is None or b.width <= limit):
+            if prepare is not None:
+                prepare(batch)
             written = _generate_batch(model, [rows[i] for i in batch], ends, limit)
             found.update(zip(batch, written, strict=True))
             if advance is not None:

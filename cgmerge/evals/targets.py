@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from cgmerge.errors import NotFound
 from cgmerge.evals.record import Kind
@@ -11,10 +12,15 @@ from cgmerge.evals.suite import check_names, split_name
 from cgmerge.modules.attach import Factors, attached
 from cgmerge.modules.base import Base, open_base
 from cgmerge.modules.builtin import builtin_base
+from cgmerge.modules.composition import Composition
 from cgmerge.modules.expert import COMPRESSED, is_adapter, open_expert
 from cgmerge.modules.loading import LoadedBase, load_base
+from cgmerge.modules.routing.files import is_routed, open_composition
 from cgmerge.refs import label, local_place
 from cgmerge.tensorfile import file_sha256
+
+if TYPE_CHECKING:
+    from cgmerge.modules.routing.attach import Routing
 
 BASE_NAME = "base"
 """The base's name in tables and records; no other target may use it."""
@@ -30,6 +36,7 @@ class Target:
         digest: SHA-256 of its weights, or the fingerprint of the base.
         deltas: What is attached to the base, module path to low-rank delta; may read lazily.
         model: Files of a model of its own, loaded in place of the base.
+        composition: Experts with a router, attached to the base.
         warnings: What the user should know about it.
     """
 
@@ -38,6 +45,7 @@ class Target:
     digest: str
     deltas: Mapping[str, Factors] | None = field(default=None, repr=False)
     model: Base | None = None
+    composition: Composition | None = field(default=None, repr=False)
     warnings: tuple[str, ...] = ()
 
     @classmethod
@@ -79,25 +87,38 @@ def open_targets(specs: Sequence[str], base: Base, *, force_base: bool = False) 
     return targets
 
 
-@contextmanager
-def ready(target: Target, loaded: LoadedBase, options: LoadOptions) -> Iterator[LoadedBase]:
-    """Bring a target into memory for the length of a `with` block.
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A target in memory.
 
-    Yields:
-        The base with the target attached, or the target's own model and tokenizer.
+    Attributes:
+        loaded: The base with the target attached, or the target's own model and tokenizer.
+        routing: For compositions with a router: what is told about prompts.
     """
+
+    loaded: LoadedBase
+    routing: "Routing | None" = None
+
+
+@contextmanager
+def ready(target: Target, loaded: LoadedBase, options: LoadOptions) -> Iterator[Ready]:
+    """Bring a target into memory for the length of a `with` block."""
     if target.model is not None:
-        yield load_base(
+        own = load_base(
             target.model,
             device=options.device,
             dtype=options.dtype,
             load_in_4bit=options.load_in_4bit,
         )
+        yield Ready(own)
+    elif target.composition is not None:
+        with target.composition.attach(loaded) as routing:
+            yield Ready(loaded, routing)
     elif target.deltas is not None:
         with attached(loaded.model, target.deltas):
-            yield loaded
+            yield Ready(loaded)
     else:
-        yield loaded
+        yield Ready(loaded)
 
 
 def _open(spec: str, base: Base, *, force_base: bool) -> Target:
@@ -107,12 +128,16 @@ def _open(spec: str, base: Base, *, force_base: bool) -> Target:
     name = name or (ref if built_in else label(ref, folder))
     if is_adapter(folder):
         return _open_adapter(name, ref, base, force_base=force_base)
+    if is_routed(folder):
+        routed = open_composition(folder, base, force_base=force_base)
+        return Target(name, "routed", routed.digest, composition=routed, warnings=routed.warnings)
     if (folder / "config.json").exists():
         model = open_base(ref)
         return Target(name, "model", _weights_digest(model), model=model)
     inside = sorted(entry.name for entry in folder.iterdir())[:8]
     raise NotFound(
-        f"{ref} holds neither an adapter (adapter_config.json) nor a model (config.json)",
+        f"{ref} holds neither an adapter (adapter_config.json), nor a composition"
+        " (cgmerge.json), nor a model (config.json)",
         code="target",
         hint=f"it holds {', '.join(inside)}" if inside else "it is empty",
         path=folder,

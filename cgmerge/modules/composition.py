@@ -133,7 +133,7 @@ class Composition:
                 yield routing
 
     def materialise(self, task: str | None = None) -> "dict[str, LowRank]":
-        """Return the one delta that the composition is, exactly, of the summed rank.
+        """Return the one delta that the composition is, exactly, of the used experts' rank.
 
         Args:
             task: For a routed table: whose row.
@@ -142,8 +142,6 @@ class Composition:
             Incompatible: The weights depend on the input, so that there is no such delta.
             UsageError: A table, and no such task.
         """
-        import torch
-
         from cgmerge.modules.routing.router import TaskRouter
 
         if self.router is None:
@@ -158,8 +156,9 @@ class Composition:
                 " cgmerge eval, chat and generate",
             )
         weights = self.router.weights([task])[0]
-        with torch.no_grad():
-            return {path: stack.mixed(weights) for path, stack in self.stacks.items()}
+        used = weights.nonzero().flatten().tolist()
+        parts = {path: stack.only(used) for path, stack in self.stacks.items()}
+        return {path: part.mixed(weights[used]) for path, part in parts.items() if part.a.numel()}
 
     def explain(
         self, loaded: "LoadedBase", prompt: Sequence[int], task: str | None = None

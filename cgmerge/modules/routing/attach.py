@@ -121,9 +121,7 @@ class Routing:
 
 
 @contextmanager
-def routed(
-    loaded: LoadedBase, stacks: Mapping[str, Stack], router: Router
-) -> Iterator[Routing]:
+def routed(loaded: LoadedBase, stacks: Mapping[str, Stack], router: Router) -> Iterator[Routing]:
     """Wrap the layers of a loaded base for the length of a `with` block.
 
     Args:

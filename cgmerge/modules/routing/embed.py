@@ -11,9 +11,7 @@ from cgmerge.modules.loading import LoadedBase
 _BATCH_TOKENS = 1 << 13
 
 
-def embed(
-    loaded: LoadedBase, prompts: Sequence[Sequence[int]]
-) -> Float[Tensor, "prompts width"]:
+def embed(loaded: LoadedBase, prompts: Sequence[Sequence[int]]) -> Float[Tensor, "prompts width"]:
     """Return the mean of the base's last hidden states over a prompt.
 
     The begin-of-text token is the same for all and is left out. Padding is masked, so that a

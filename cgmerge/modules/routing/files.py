@@ -1,5 +1,6 @@
 """Routed compositions on disk: written in one step, read back without trusting a single field."""
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,13 +11,13 @@ from cgmerge import fs, strictjson
 from cgmerge.errors import Damaged, Incompatible, NotFound
 from cgmerge.modules.adapter_out import AdapterForm, write_adapter
 from cgmerge.modules.base import Base
-from cgmerge.modules.card import CARD, BaseId, ExpertCard, package_versions, write_card
+from cgmerge.modules.card import BaseId, ExpertCard, package_versions, write_card
 from cgmerge.modules.composition import Composition
 from cgmerge.modules.expert import COMPRESSED, WEIGHTS, Expert, is_adapter, open_expert
 from cgmerge.modules.pairs import CONFIG
 from cgmerge.modules.recipe import RECORD
 from cgmerge.modules.routing.page import composition_page
-from cgmerge.modules.routing.router import ROUTERS, Router, TaskRouter, TokenRouter
+from cgmerge.modules.routing.router import ROUTERS, Router
 from cgmerge.tensorfile import TensorFile, file_sha256, read_small
 
 if TYPE_CHECKING:
@@ -174,7 +175,12 @@ def _record(contents: Contents, opened: Sequence[Expert], digest: str) -> dict[s
             }
             for member, written in zip(contents.members, opened, strict=True)
         ],
-        "router": {"kind": router.kind, "settings": router.settings(), "sha256": digest or None},
+        "router": {
+            "kind": router.kind,
+            "settings": router.settings(),
+            "sha256": digest or None,
+            "experts_sha256": _order_digest(opened),
+        },
         "transforms": list(contents.transforms),
         "fit": dict(contents.fit),
         "versions": package_versions(),
@@ -232,6 +238,7 @@ def open_composition(
     listed = _listed(raw, source)
     opened = tuple(_open_member(folder, entry, source) for entry in listed)
     router, digest = _open_router(folder, raw, source)
+    _check_order(raw["router"], opened, source)
     found = Composition(
         method=_text(raw, "method", source),
         experts=opened,
@@ -319,6 +326,23 @@ def _open_router(folder: Path, raw: Mapping[str, Any], source: str) -> tuple[Rou
             )
         tensors = _read_tensors(path)
     return ROUTERS[described["kind"]].restore(settings, tensors), digest or ""
+
+
+def _order_digest(experts: Sequence[Expert]) -> str:
+    """Return a sha256 over the experts in their order, which the router's numbers stand for."""
+    return hashlib.sha256("\n".join(expert.digest for expert in experts).encode()).hexdigest()
+
+
+def _check_order(router: Mapping[str, Any], experts: Sequence[Expert], source: str) -> None:
+    expected, found = router.get("experts_sha256"), _order_digest(experts)
+    if expected != found:
+        raise Damaged(
+            f"{source}: the router was made for other experts, or for another order of them",
+            code="router",
+            hint="compose again: adding, removing or changing an expert needs a new router",
+            expected=expected,
+            found=found,
+        )
 
 
 def _read_tensors(path: Path) -> "dict[str, Tensor]":

@@ -11,9 +11,7 @@ if TYPE_CHECKING:
     from cgmerge.modules.routing.files import Member
 
 
-def composition_page(
-    method: str, router: Router, members: "Sequence[Member]", base: BaseId
-) -> str:
+def composition_page(method: str, router: Router, members: "Sequence[Member]", base: BaseId) -> str:
     """Return the README of a composition's folder."""
     lines = [
         "---",
@@ -37,8 +35,8 @@ def composition_page(
         'cgmerge route FOLDER --base BASE --explain "text"',
         "```",
         "",
-        "Every folder in `experts/` is an ordinary PEFT adapter, or a compressed expert that"
-        " `cgmerge decompress` turns into one.",
+        ("Every folder in `experts/` is an ordinary PEFT adapter, or a compressed expert that"
+        " `cgmerge decompress` turns into one."),
         "",
         _served(router),
     ]

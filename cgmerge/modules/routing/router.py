@@ -156,6 +156,11 @@ class RetrievalRouter(SequenceRouter):
     width: float | None = None
     threshold: float = 0.01
 
+    @property
+    def single(self) -> bool:
+        """Whether a prompt always gets exactly one expert."""
+        return self.width is None and self.choice.top_k == 1
+
     def similarities(self, embedded: Float[Tensor, "batch width"]) -> Tensor:
         """Return the cosine of every prompt with every expert, [batch, experts]."""
         moved = embedded.float() - self.centre.to(embedded.device)

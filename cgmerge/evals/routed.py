@@ -1,0 +1,384 @@
+"""Make a routed composition: open and check, learn from examples where the method does, write."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cgmerge import fs, strictjson
+from cgmerge.errors import Damaged, Incompatible, UsageError
+from cgmerge.evals.scoring import position_limit
+from cgmerge.evals.suite import SkillSet, encode_questions, questions, read_skills, split_name
+from cgmerge.modules.base import Base
+from cgmerge.modules.card import BaseId
+from cgmerge.modules.compose import check_outputs, make_plan
+from cgmerge.modules.composition import Composition
+from cgmerge.modules.expert import Expert
+from cgmerge.modules.recipe import RECORD, ExpertRef, Recipe
+from cgmerge.modules.routing.files import (
+    Contents,
+    Member,
+    is_routed,
+    safe_names,
+    save_composition,
+)
+from cgmerge.modules.routing.methods import FitInput, Labelled, RoutedMethod, find_routed
+from cgmerge.modules.routing.stack import stacks
+from cgmerge.modules.routing.transform import subtract
+from cgmerge.tensorfile import read_small
+
+if TYPE_CHECKING:
+    from cgmerge.merge import LowRank
+    from cgmerge.modules.compose import Plan
+    from cgmerge.modules.loading import LoadedBase
+
+Progress = Callable[[int], None]
+_REQUEST = "request"
+
+
+@dataclass(frozen=True)
+class Subtraction:
+    """A general expert that is taken from all others in delta space (GenKnowSub).
+
+    Attributes:
+        ref: The general expert.
+        strength: Factor on its delta.
+        rank: Rank that the others are cut back to; None keeps the exact result.
+        space: `delta`, or `factors` for parity with the papers' code.
+    """
+
+    ref: str
+    strength: float = 1.0
+    rank: int | None = None
+    space: str = "delta"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for.
+
+    Attributes:
+        method: Name of a routed method.
+        experts: References, with digests where a record pins them.
+        params: Parameters by name.
+        base: Reference of the base, where given.
+        examples: Data files, `[NAME=]FILE`.
+        subtraction: What is taken from the experts first.
+        seed: Of everything random.
+        force_base: Accept experts of another base.
+        pinned: SHA-256 of the data files, where a record pins them.
+        base_fingerprint: What the base must be, where a record pins it.
+        folder: Of a record: where references are looked up when they are not here.
+    """
+
+    method: str
+    experts: tuple[ExpertRef, ...]
+    params: Mapping[str, Any]
+    base: str | None = None
+    examples: tuple[str, ...] = ()
+    subtraction: Subtraction | None = None
+    seed: int = 0
+    force_base: bool = False
+    pinned: tuple[str, ...] = ()
+    base_fingerprint: str | None = None
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class RoutedPlan:
+    """A checked request.
+
+    Attributes:
+        request: What was asked for.
+        spec: The method.
+        params: Its parameters, checked.
+        base: The base, where given.
+        members: The experts in order of their names, changed where something was subtracted.
+        skills: The examples by skill.
+        transforms: What was done to the experts.
+        warnings: What the user should know.
+    """
+
+    request: Request
+    spec: RoutedMethod
+    params: Any
+    base: Base | None
+    members: tuple[Member, ...]
+    skills: tuple[SkillSet, ...]
+    transforms: tuple[Mapping[str, Any], ...]
+    warnings: tuple[str, ...]
+    static: "Plan"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the experts' names in the composition."""
+        return tuple(member.name for member in self.members)
+
+
+def plan_routed(request: Request) -> RoutedPlan:
+    """Open and check everything that a routed composition is made of; nothing is computed.
+
+    Raises:
+        UsageError: An unknown method or parameter, or examples or base that the method needs.
+        CgmergeError: As for `make_plan`: experts that do not belong together.
+    """
+    spec = find_routed(request.method)
+    assert spec is not None
+    params = spec.make_params(request.params)
+    _refuse_weights(request)
+    _require(spec, request)
+    # A sum of the same experts has to pass the same checks: base, shapes, digests, sound files.
+    static = make_plan(
+        Recipe(
+            experts=request.experts,
+            method="task-arithmetic",
+            base=request.base,
+            base_fingerprint=request.base_fingerprint,
+            rank="exact",
+            force_base=request.force_base,
+            folder=request.folder,
+        )
+    )
+    experts = sorted(static.adapters, key=lambda expert: (expert.name, expert.digest))
+    _refuse_twice(experts)
+    members, transforms = _transformed(experts, request, static)
+    skills = tuple(_examples(request)) if request.examples else ()
+    return RoutedPlan(
+        request, spec, params, static.base, members, skills, transforms,
+        tuple(static.warnings), static,
+    )  # fmt: skip
+
+
+def run_routed(
+    plan: RoutedPlan,
+    out: Path,
+    *,
+    overwrite: bool = False,
+    loaded: "LoadedBase | None" = None,
+    progress: Progress | None = None,
+) -> Composition:
+    """Learn the router and write the composition.
+
+    Args:
+        plan: From `plan_routed`.
+        out: The folder; appears complete or not at all.
+        overwrite: Replace an existing composition.
+        loaded: The base in memory, where the method needs it.
+        progress: Called with the number of finished steps.
+
+    Raises:
+        UsageError: `out` exists, or lies inside an input.
+    """
+    out = fs.absolute(out)
+    check_routed_out(plan, out, overwrite=overwrite)
+    deltas = [
+        dict(member.expert.deltas()) if member.deltas is None else member.deltas
+        for member in plan.members
+    ]
+    fitted = plan.spec.make(
+        FitInput(
+            names=plan.names,
+            stacks=stacks(deltas),
+            loaded=loaded,
+            examples=_labelled(plan.skills, loaded) if plan.skills and loaded else None,
+            params=plan.params,
+            seed=plan.request.seed,
+            progress=progress,
+        )
+    )
+    contents = Contents(
+        method=plan.spec.name,
+        params=plan.spec.plain_params(plan.params),
+        members=plan.members,
+        router=fitted.router,
+        base=_base_id(plan),
+        transforms=plan.transforms,
+        fit={**fitted.record, _REQUEST: _request_record(plan)},
+        warnings=[*plan.warnings, *fitted.warnings],
+    )
+    return save_composition(out, contents, overwrite=overwrite)
+
+
+def check_routed_out(plan: RoutedPlan, out: Path, *, overwrite: bool) -> None:
+    """Refuse an unusable result folder before any work is done."""
+    out = fs.absolute(out)
+    if not is_routed(out):
+        check_outputs(plan.static, out, overwrite=overwrite)
+    fs.check_target(out, overwrite=overwrite)
+
+
+def read_request(path: Path) -> Request | None:
+    """Read the record of an earlier routed composition as a request that repeats it.
+
+    Returns:
+        The request, or None where the file is something else.
+
+    Raises:
+        Damaged: A record without what is needed.
+    """
+    if path.name != RECORD or not is_routed(path.parent):
+        return None
+    raw = strictjson.loads_object(read_small(path), source=str(path))
+    try:
+        asked = raw["fit"][_REQUEST]
+        pinned = {entry["source"]["ref"]: entry["source"]["sha256"] for entry in raw["experts"]}
+        taken = asked["subtraction"]
+        return Request(
+            method=str(raw["method"]),
+            experts=tuple(ExpertRef(str(ref), None, str(sha)) for ref, sha in pinned.items()),
+            params=dict(raw["params"]),
+            base=asked["base"],
+            examples=tuple(f"{e['name']}={e['ref']}" if e["name"] else e["ref"]
+                           for e in asked["examples"]),
+            subtraction=Subtraction(**taken) if taken else None,
+            seed=int(asked["seed"]),
+            force_base=bool(asked["force_base"]),
+            pinned=tuple(str(entry["sha256"]) for entry in asked["examples"]),
+            base_fingerprint=raw["base"]["fingerprint"] if asked["base"] else None,
+            folder=path.parent,
+        )  # fmt: skip
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Damaged(
+            f"{path} does not say how it was made: {error}",
+            code="composition",
+            hint="compose it again from its experts",
+        ) from error
+
+
+def _require(spec: RoutedMethod, request: Request) -> None:
+    if "examples" in spec.needs and not request.examples:
+        raise UsageError(
+            f"method `{spec.name}` learns from examples",
+            code="examples",
+            hint="add --examples FILE.jsonl with rows like"
+            ' {"prompt": …, "completion": …}, or NAME=FILE for each expert',
+        )
+    if request.examples and "examples" not in spec.needs:
+        raise UsageError(
+            f"method `{spec.name}` learns nothing from examples",
+            code="examples",
+            hint="leave out --examples, or choose gate or retrieval",
+        )
+    if "base" in spec.needs and request.base is None:
+        raise UsageError(
+            f"method `{spec.name}` needs the base in memory", code="base", hint="add --base BASE"
+        )
+
+
+def _refuse_weights(request: Request) -> None:
+    weighted = [item.ref for item in request.experts if item.weight is not None]
+    if weighted:
+        raise UsageError(
+            f"a router decides the weights of experts, so that {weighted[0]} cannot have one",
+            code="weights",
+            hint="leave out `=WEIGHT`",
+        )
+
+
+def _refuse_twice(experts: Sequence[Expert]) -> None:
+    seen: dict[str, Expert] = {}
+    for expert in experts:
+        if expert.digest in seen:
+            raise UsageError(
+                f"{expert.ref} is the same expert as {seen[expert.digest].ref}; a router cannot"
+                " tell them apart",
+                code="experts",
+                hint="name each expert once",
+            )
+        seen[expert.digest] = expert
+
+
+def _transformed(
+    experts: Sequence[Expert], request: Request, static: "Plan"
+) -> tuple[tuple[Member, ...], tuple[Mapping[str, Any], ...]]:
+    names = safe_names(experts)
+    asked = request.subtraction
+    if asked is None:
+        return tuple(map(Member, names, experts)), ()
+    recipe = replace(static.recipe, experts=(ExpertRef(asked.ref),))
+    general = make_plan(recipe).adapters[0]
+    members, lost = [], {}
+    for name, expert in zip(names, experts, strict=True):
+        if expert.digest == general.digest:
+            raise UsageError(
+                f"{expert.ref} is the general expert itself; nothing would be left of it",
+                code="experts",
+                hint="leave it out of the experts",
+            )
+        changed, share = _subtracted(expert, general, asked)
+        members.append(Member(name, expert, changed))
+        lost[name] = share
+    record = {
+        "transform": "subtract",
+        "general": {"ref": asked.ref, "name": general.name, "sha256": general.digest},
+        "strength": asked.strength,
+        "space": asked.space,
+        "rank": asked.rank,
+        "truncation_error": lost,
+    }
+    return tuple(members), (record,)
+
+
+def _subtracted(
+    expert: Expert, general: Expert, asked: Subtraction
+) -> "tuple[dict[str, LowRank], float]":
+    found = subtract(
+        dict(expert.deltas()),
+        dict(general.deltas()),
+        strength=asked.strength,
+        space=asked.space,  # type: ignore[arg-type]
+        rank=asked.rank,
+    )
+    return dict(found.deltas), found.error
+
+
+def _examples(request: Request) -> list[SkillSet]:
+    skills = read_skills(list(request.examples))
+    found = list(dict.fromkeys(skill.sha256 for skill in skills))
+    expected = list(dict.fromkeys(request.pinned))
+    if expected and set(found) != set(expected):
+        raise Incompatible(
+            "the examples are not those that the record names",
+            code="digest",
+            hint="pass --examples to learn from others",
+            expected=expected,
+            found=found,
+        )
+    return skills
+
+
+def _labelled(skills: Sequence[SkillSet], loaded: "LoadedBase") -> list[Labelled]:
+    limit = position_limit(loaded.model)
+    return [
+        Labelled(skill.name, encode_questions(questions([skill]), loaded.tokenizer, limit).encoded)
+        for skill in skills
+    ]
+
+
+def _base_id(plan: RoutedPlan) -> BaseId:
+    known = {member.expert.base_fingerprint for member in plan.members} - {None}
+    names = {m.expert.card.base.name for m in plan.members if m.expert.card}
+    names |= {m.expert.config.base_name for m in plan.members if m.expert.config.base_name}
+    if plan.base is not None:
+        return BaseId(name=plan.base.ref, fingerprint=plan.base.fingerprint)
+    return BaseId(name=min(names, default=""), fingerprint=known.pop() if known else None)
+
+
+def _request_record(plan: RoutedPlan) -> dict[str, Any]:
+    asked = plan.request
+    taken = asked.subtraction
+    digests = {skill.source: skill.sha256 for skill in plan.skills}
+    return {
+        "base": asked.base,
+        "examples": [
+            {
+                "name": split_name(spec)[0],
+                "ref": split_name(spec)[1],
+                "sha256": digests.get(Path(split_name(spec)[1]).name, ""),
+            }
+            for spec in asked.examples
+        ],
+        "subtraction": None if taken is None else dict(vars(taken)),
+        "seed": asked.seed,
+        "force_base": asked.force_base,
+    }

@@ -1,0 +1,229 @@
+"""What servers take: one adapter per request, by name, and a table that says which.
+
+- `peft`: one ordinary adapter, for what is static; `rank` cuts it.
+- `vllm`: a folder of adapters, the flags that name them, and the routing table.
+- `ollama`: a Modelfile beside one adapter.
+
+Compositions in which every token decides cannot be served that way, and are refused by name.
+"""
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from cgmerge import fs
+from cgmerge.errors import Incompatible, UsageError
+from cgmerge.modules.adapter_config import MAX_RANK
+from cgmerge.modules.adapter_out import AdapterForm, missing_siblings, write_adapter
+from cgmerge.modules.card import ExpertCard, package_versions, write_card
+from cgmerge.modules.composition import Composition
+from cgmerge.modules.routing.router import RetrievalRouter
+
+if TYPE_CHECKING:
+    from cgmerge.merge import LowRank
+
+Server = Literal["peft", "vllm", "ollama"]
+TABLE = "routing.json"
+ADAPTERS = "adapters"
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes for --max-lora-rank."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        adapters: Name to its path inside the folder (`.` for the folder itself).
+        rank: The largest rank.
+        error: Share of ‖ΔW‖ that cutting to a rank lost, of the worst adapter.
+        command: How a server is started with it, or None.
+    """
+
+    adapters: Mapping[str, str]
+    rank: int
+    error: float
+    command: str | None = None
+
+
+def export(
+    composition: Composition,
+    out: Path,
+    server: Server,
+    *,
+    task: str | None = None,
+    rank: int | None = None,
+    overwrite: bool = False,
+) -> Exported:
+    """Write a composition in the form that a server reads.
+
+    Args:
+        composition: From `open_composition`.
+        out: The folder; appears complete or not at all.
+        server: Which form.
+        task: For a routed table as one adapter: whose row.
+        rank: Cut adapters to it; None keeps them exact.
+        overwrite: Replace an existing folder.
+
+    Raises:
+        Incompatible: Tokens decide, so that no adapter per request does the same.
+        UsageError: `out` exists, or a rank that no server takes.
+    """
+    out = fs.absolute(out)
+    if rank is not None and not 1 <= rank <= MAX_RANK:
+        raise UsageError(f"the rank must be from 1 to {MAX_RANK:,}, found {rank}", code="rank")
+    adapters = _adapters(composition, server, task)
+    fs.check_target(out, overwrite=overwrite)
+    with fs.new_folder(out, overwrite=overwrite) as stage:
+        single = server != "vllm"
+        written: dict[str, str] = {}
+        ranks, errors = [], []
+        if not single:
+            (stage / ADAPTERS).mkdir()
+        for name, deltas in adapters.items():
+            place = stage if single else stage / ADAPTERS / name
+            place.mkdir(exist_ok=True)
+            kept, error = _write(place, deltas, name, composition, rank)
+            written[name] = "." if single else f"{ADAPTERS}/{name}"
+            ranks.append(kept)
+            errors.append(error)
+        exported = Exported(written, max(ranks), max(errors))
+        if server == "vllm":
+            exported = _vllm(stage, composition, exported)
+        if server == "ollama":
+            _ollama(stage, composition)
+    return exported
+
+
+def _adapters(
+    composition: Composition, server: Server, task: str | None
+) -> "Mapping[str, Mapping[str, LowRank]]":
+    """Return the deltas that are written, by name."""
+    if composition.granularity == "token":
+        raise Incompatible(
+            f"every token decides in a composition by `{composition.method}`; servers take one"
+            " adapter per request",
+            code="not_servable",
+            hint="compose a static one (--method lorahub, atlas, ties), one by retrieval or task,"
+            " or use cgmerge generate and chat",
+        )
+    if isinstance(composition.router, RetrievalRouter) and not composition.router.single:
+        raise Incompatible(
+            "this composition mixes several experts for a prompt; servers take one adapter per"
+            " request",
+            code="not_servable",
+            hint="compose it with --top-k 1",
+        )
+    if composition.router is None or task is not None or server != "vllm":
+        name = task or (composition.names[0] if composition.router is None else "composed")
+        return {_plain_name(name): composition.materialise(task)}
+    if composition.tasks:
+        return {_plain_name(name): composition.materialise(name) for name in composition.tasks}
+    return {
+        name: dict(expert.deltas())
+        for name, expert in zip(composition.names, composition.experts, strict=True)
+    }
+
+
+def _plain_name(name: str) -> str:
+    kept = "".join(char if char.isalnum() or char in "._+-" else "-" for char in name)
+    return kept.strip("-._") or "composed"
+
+
+def _write(
+    folder: Path,
+    deltas: "Mapping[str, LowRank]",
+    name: str,
+    composition: Composition,
+    rank: int | None,
+) -> tuple[int, float]:
+    """Write one adapter with one rank for all modules; return it and the share that was lost."""
+    from cgmerge.merge import LowRank, pad_rank, truncate
+
+    exact = max(delta.rank for delta in deltas.values())
+    kept = exact if rank is None else rank
+    lost = total = 0.0
+    padded: dict[str, LowRank] = {}
+    for path, delta in deltas.items():
+        if delta.rank > kept:
+            cut = truncate(delta, kept)
+            lost, total = lost + cut.error_sq, total + cut.norm_sq
+            delta = cut.delta
+        else:
+            total += delta.norm() ** 2
+        padded[path] = pad_rank(delta, kept)
+    for path, (outs, into) in missing_siblings({p: d.shape for p, d in padded.items()}).items():
+        like = next(iter(padded.values()))
+        padded[path] = LowRank(like.a.new_zeros(kept, into), like.b.new_zeros(outs, kept))
+    config = composition.experts[0].config
+    form = AdapterForm(kept, kept, config.base_name, config.fan_in_fan_out)
+    write_adapter(folder, {path: (delta.a, delta.b) for path, delta in padded.items()}, form)
+    training = {"exported": composition.method}
+    card = ExpertCard(
+        skill=name, base=composition.base, training=training, versions=package_versions()
+    )
+    write_card(folder, card)
+    return kept, math.sqrt(lost / total) if total else 0.0
+
+
+def _vllm(stage: Path, composition: Composition, exported: Exported) -> Exported:
+    fits = next((size for size in VLLM_RANKS if size >= exported.rank), None)
+    if fits is None:
+        raise UsageError(
+            f"vLLM takes ranks up to {VLLM_RANKS[-1]}; these adapters have {exported.rank}",
+            code="rank",
+            hint="cut them with --rank N",
+            expected=VLLM_RANKS[-1],
+            found=exported.rank,
+        )
+    names = " ".join(f"{name}={path}" for name, path in exported.adapters.items())
+    command = (
+        f"vllm serve {shlex.quote(composition.base.name or 'BASE')} --enable-lora"
+        f" --max-lora-rank {fits} --max-loras {min(len(exported.adapters), 8)}"
+        f" --lora-modules {names}"
+    )
+    fs.write_json(stage / TABLE, _table(composition, exported))
+    fs.write_bytes(stage / "serve.sh", f"#!/bin/sh\n# From this folder.\n{command}\n".encode())
+    return Exported(exported.adapters, exported.rank, exported.error, command)
+
+
+def _table(composition: Composition, exported: Exported) -> dict[str, Any]:
+    """Return what tells a client which adapter name to put into a request."""
+    table: dict[str, Any] = {
+        "schema": "cgmerge.routing-table/1",
+        "base": composition.base.model_dump(),
+        "kind": composition.kind,
+        "adapters": [
+            {"name": name, "path": path, "rank": exported.rank}
+            for name, path in exported.adapters.items()
+        ],
+    }
+    router = composition.router
+    if router is None:
+        return table
+    if composition.tasks:
+        return table | {"tasks": {task: _plain_name(task) for task in composition.tasks}}
+    vectors = {name: tensor.tolist() for name, tensor in router.tensors().items()}
+    rule = (
+        "embed the prompt: mean of the base's last hidden states over its tokens, begin token left"
+        " out; subtract `centre`, scale to length 1; the adapter whose row of `centroids` has the"
+        " largest product with it"
+    )
+    return table | {"rule": rule, **router.settings(), **vectors}
+
+
+def _ollama(stage: Path, composition: Composition) -> None:
+    lines = [
+        "# ollama create NAME -f Modelfile   (FROM must be the base that the adapter is for)",
+        f"FROM {composition.base.name or 'BASE'}",
+        "ADAPTER .",
+    ]
+    fs.write_bytes(stage / "Modelfile", ("\n".join(lines) + "\n").encode())
+
+
+def servers() -> Sequence[str]:
+    """Return the forms that can be exported to."""
+    return ("peft", "vllm", "ollama")
