@@ -44,7 +44,7 @@ def compose(
         str | None, typer.Option("--as", help="adapter or model  [default: adapter]")
     ] = None,
     base: Annotated[
-        str | None, typer.Option("--base", help="Base model; needed for --as model and --tune")
+        str | None, typer.Option("--base", help="Base model; for --as model, --tune and --examples")
     ] = None,
     tune: Annotated[
         list[str] | None,
@@ -52,6 +52,14 @@ def compose(
             "--tune",
             metavar="[NAME=]FILE...",
             help="Validation data: choose scale and other parameters that are not given",
+        ),
+    ] = None,
+    examples: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--examples",
+            metavar="[NAME=]FILE...",
+            help="What lorahub, atlas, adamerging, soups and auto learn from",
         ),
     ] = None,
     budget: Annotated[
@@ -88,12 +96,15 @@ def compose(
 
       cgmerge compose experts/* --base BASE --tune validation/*.jsonl -o merged
 
+      cgmerge compose experts/* --base BASE -m lorahub --examples new-task.jsonl -o merged
+
       cgmerge compose experts/* --base BASE --as model -o merged-model
 
       cgmerge compose FULL experts/a=0.5 --base BASE --as model -o merged-model
 
       cgmerge compose merged/cgmerge.json -o again
     """
+    from cgmerge.cli.learned import learning_of
     from cgmerge.modules.compose import check_outputs, make_plan
     from cgmerge.modules.recipe import (
         ExpertRef,
@@ -125,7 +136,10 @@ def compose(
     else:
         refs = tuple(ExpertRef(*parse_weighted(text)) for text in experts)
         recipe = Recipe(experts=refs, **{"method": "ties", **changes}, params=params)
-    plan = make_plan(recipe)
+    learning = learning_of(recipe, examples, tuned=bool(tune))
+    plan = make_plan(learning.recipe if learning else recipe)
+    if learning:
+        learning.check(plan, output)
     skills = _validation(plan, tune)
     _show_plan(plan, output)
     if dry_run or out is None:
@@ -134,6 +148,8 @@ def compose(
     check_outputs(plan, out, overwrite=overwrite)
     if skills:
         plan = make_plan(_tuned(plan, skills, budget, output))
+    if learning:
+        plan = make_plan(learning.learned(plan, output))
     _run(plan, out, overwrite=overwrite, output=output)
 
 
