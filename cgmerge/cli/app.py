@@ -121,7 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
 def run(words: list[str]) -> int:
     """Run one command line in this process and return its exit code; nothing is raised."""
     if words[:1] in (["eval"], ["train"], ["compose"], ["compress"], ["stats"]):
-        words = spread(words, {"--data", "--eval-data", "--tune", "--calibrate"})
+        words = spread(words, {"--data", "--eval-data", "--tune", "--calibrate", "--examples"})
     try:
         code = app(args=words, prog_name="cgmerge", standalone_mode=False)
     except SystemExit as stop:

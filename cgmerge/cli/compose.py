@@ -44,7 +44,7 @@ def compose(
         str | None, typer.Option("--as", help="adapter or model  [default: adapter]")
     ] = None,
     base: Annotated[
-        str | None, typer.Option("--base", help="Base model; needed for --as model and --tune")
+        str | None, typer.Option("--base", help="Base model; for --as model, --tune and --examples")
     ] = None,
     tune: Annotated[
         list[str] | None,
@@ -54,6 +54,27 @@ def compose(
             help="Validation data: choose scale and other parameters that are not given",
         ),
     ] = None,
+    examples: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--examples",
+            metavar="[NAME=]FILE...",
+            help="What learned and routed methods learn from",
+        ),
+    ] = None,
+    top_k: Annotated[
+        str | None,
+        typer.Option("--top-k", help="Routed methods: experts per token or prompt, or auto, all"),
+    ] = None,
+    subtract: Annotated[
+        str | None,
+        typer.Option(
+            "--subtract",
+            metavar="[NAME=]EXPERT",
+            help="Routed methods: take a general expert from all others first, in delta space",
+        ),
+    ] = None,
+    seed: options.Seed = 0,
     budget: Annotated[
         int, typer.Option("--budget", help="Most merges that --tune tries", min=1)
     ] = 16,
@@ -88,12 +109,23 @@ def compose(
 
       cgmerge compose experts/* --base BASE --tune validation/*.jsonl -o merged
 
+      cgmerge compose experts/* --base BASE -m lorahub --examples new-task.jsonl -o merged
+
+      cgmerge compose experts/* --base BASE -m gate --examples few.jsonl -o routed
+
       cgmerge compose experts/* --base BASE --as model -o merged-model
 
       cgmerge compose FULL experts/a=0.5 --base BASE --as model -o merged-model
 
       cgmerge compose merged/cgmerge.json -o again
     """
+    from cgmerge.cli.learned import learning_of
+    from cgmerge.cli.routed import (
+        compose_routed,
+        refuse_routed_options,
+        refuse_static_options,
+        routed_request,
+    )
     from cgmerge.modules.compose import check_outputs, make_plan
     from cgmerge.modules.recipe import (
         ExpertRef,
@@ -108,6 +140,23 @@ def compose(
     output = Output(as_json=as_json, quiet=quiet, verbose=verbose)
     if out is None and not dry_run:
         raise UsageError("no output folder", code="out", hint="add -o OUT (or --dry-run)")
+    asked = routed_request(
+        experts,
+        method,
+        _params(settings or [], None) | ({} if top_k is None else {"top_k": top_k}),
+        base=base,
+        examples=tuple(examples or ()),
+        subtract=subtract,
+        seed=seed,
+        force_base=force_base,
+    )
+    if asked is not None:
+        static = {"--scale": scale, "--rank": rank, "--as": form, "--tune": tune, "--dtype": dtype}
+        static |= {"--allow-noop": allow_noop, "--allow-rounding": allow_rounding}
+        refuse_static_options(static, asked.method)
+        compose_routed(asked, out, output, overwrite=overwrite, dry_run=dry_run)
+        return
+    refuse_routed_options({"--top-k": top_k, "--subtract": subtract}, method or "ties")
     given: dict[str, Any] = {
         "method": method,
         "base": base,
@@ -125,7 +174,10 @@ def compose(
     else:
         refs = tuple(ExpertRef(*parse_weighted(text)) for text in experts)
         recipe = Recipe(experts=refs, **{"method": "ties", **changes}, params=params)
-    plan = make_plan(recipe)
+    learning = learning_of(recipe, examples, tuned=bool(tune))
+    plan = make_plan(learning.recipe if learning else recipe)
+    if learning:
+        learning.check(plan, output)
     skills = _validation(plan, tune)
     _show_plan(plan, output)
     if dry_run or out is None:
@@ -134,6 +186,8 @@ def compose(
     check_outputs(plan, out, overwrite=overwrite)
     if skills:
         plan = make_plan(_tuned(plan, skills, budget, output))
+    if learning:
+        plan = make_plan(learning.learned(plan, output))
     _run(plan, out, overwrite=overwrite, output=output)
 
 

@@ -8,28 +8,57 @@ from cgmerge.errors import UsageError
 
 if TYPE_CHECKING:
     from cgmerge.cli.output import Output
-    from cgmerge.evals.routed import Request, RoutedPlan, Subtraction
+    from cgmerge.evals.routed import Request, RoutedPlan
     from cgmerge.modules.composition import Composition
 
 
-def is_routed_method(name: str | None) -> bool:
-    """Whether a method routes instead of merging."""
-    from cgmerge.modules.routing.methods import find_routed
+def routed_request(
+    experts: list[str],
+    method: str | None,
+    params: dict[str, Any],
+    *,
+    base: str | None,
+    examples: tuple[str, ...],
+    subtract: str | None,
+    seed: int,
+    force_base: bool,
+) -> "Request | None":
+    """Return what is asked of a router, or None where the method merges.
 
-    return name is not None and find_routed(name) is not None
-
-
-def parse_subtraction(text: str, space: str = "delta") -> "Subtraction":
-    """Read `--subtract [NAME=]EXPERT[@RANK]`.
-
-    Raises:
-        UsageError: A rank that is no number.
+    Args:
+        experts: Words of the command line: experts, or the record of an earlier composition.
+        method: As given; None for the default or that of the record.
+        params: From `--set` and `--top-k`.
+        base: As given.
+        examples: As given.
+        subtract: `[NAME=]EXPERT`.
+        seed: Of everything random.
+        force_base: Accept experts of another base.
     """
-    from cgmerge.evals.routed import Subtraction
+    from cgmerge.evals.routed import Request, Subtraction, read_request
     from cgmerge.evals.suite import split_name
+    from cgmerge.modules.recipe import ExpertRef, is_recipe
+    from cgmerge.modules.routing.methods import find_routed
+    from cgmerge.refs import parse_weighted
 
-    _, ref = split_name(text)
-    return Subtraction(ref, space=space)
+    taken = None if subtract is None else Subtraction(split_name(subtract)[1])
+    changes: dict[str, Any] = {
+        "params": params,
+        "base": base,
+        "examples": examples,
+        "subtraction": taken,
+        "seed": seed,
+        "force_base": force_base,
+    }
+    if is_recipe(experts):
+        record = read_request(Path(experts[0]))
+        if record is None or (method is not None and method != record.method):
+            return None
+        return _with_changes(record, changes)
+    if method is None or find_routed(method) is None:
+        return None
+    refs = tuple(ExpertRef(*parse_weighted(text)) for text in experts)
+    return Request(method, refs, **changes)
 
 
 def compose_routed(
@@ -129,7 +158,22 @@ def refuse_static_options(given: dict[str, Any], method: str) -> None:
             )
 
 
-def with_changes(request: "Request", **changes: Any) -> "Request":
+def refuse_routed_options(given: dict[str, Any], method: str) -> None:
+    """Refuse options that mean something for routers only.
+
+    Raises:
+        UsageError: Names the first of them.
+    """
+    for option, value in given.items():
+        if value is not None:
+            raise UsageError(
+                f"{option} means nothing for `{method}`, which does not route",
+                code="option",
+                hint=f"leave out {option}, or choose arrow, spectral, gate or retrieval",
+            )
+
+
+def _with_changes(request: "Request", changes: dict[str, Any]) -> "Request":
     """Let options on the command line override the request of a record."""
     given = {key: value for key, value in changes.items() if value}
     if "examples" in given:

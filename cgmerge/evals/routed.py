@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from cgmerge import fs, strictjson
 from cgmerge.errors import Damaged, Incompatible, UsageError
-from cgmerge.evals.scoring import position_limit
 from cgmerge.evals.suite import SkillSet, encode_questions, questions, read_skills, split_name
 from cgmerge.modules.base import Base
 from cgmerge.modules.card import BaseId
@@ -25,6 +24,7 @@ from cgmerge.modules.routing.files import (
 from cgmerge.modules.routing.methods import FitInput, Labelled, RoutedMethod, find_routed
 from cgmerge.modules.routing.stack import stacks
 from cgmerge.modules.routing.transform import subtract
+from cgmerge.modules.teacher import position_limit
 from cgmerge.tensorfile import read_small
 
 if TYPE_CHECKING:

@@ -35,6 +35,7 @@ from cgmerge.evals.summary import summarise
 from cgmerge.evals.targets import BASE_NAME, LoadOptions, Ready, Target, ready
 from cgmerge.modules.encoding import Encoded, end_ids
 from cgmerge.modules.loading import LoadedBase
+from cgmerge.modules.teacher import position_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -155,7 +156,7 @@ class _Run:
 
     def encode(self, model: LoadedBase) -> Rows:
         """Turn the questions into tokens of a model."""
-        limit = scoring.position_limit(model.model)
+        limit = position_limit(model.model)
         return encode_questions(self.asked, model.tokenizer, limit)
 
     def refuse_same(self, targets: Sequence[Target]) -> None:

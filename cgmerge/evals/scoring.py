@@ -6,7 +6,6 @@ Batches are padded on the right with a mask and explicit positions for scoring, 
 generation, so that no row depends on its batch-mates beyond the rounding of the float type.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,12 +17,17 @@ from torch import Tensor
 
 from cgmerge.errors import Damaged, UsageError
 from cgmerge.modules.encoding import Encoded
+from cgmerge.modules.teacher import (
+    LOGIT_BUDGET,
+    batches_of,
+    make_batch,
+    position_limit,
+    target_logits,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LOGIT_BUDGET = 1 << 26
-"""Most logits computed at once: 256 MB in float32, whatever vocabulary and batch size."""
 MARGIN = 2
 """Tokens that generation may write beyond a row's target: enough to show that it went on."""
 
@@ -79,7 +83,7 @@ def score(
     found: dict[int, TokenScore] = {}
     vocab = int(model.config.get_text_config().vocab_size)
     with _evaluating(model):
-        for batch in _batches(rows, batch_size, lambda b: b.logits * vocab <= LOGIT_BUDGET):
+        for batch in batches_of(rows, batch_size, lambda b: b.logits * vocab <= LOGIT_BUDGET):
             if prepare is not None:
                 prepare(batch)
             scores = _score_batch(model, [rows[i] for i in batch])
@@ -122,7 +126,9 @@ def generate(
     limit = position_limit(model)
     found: dict[int, tuple[int, ...]] = {}
     with _evaluating(model), _plain_generation(model):
-        for batch in _batches(rows, batch_size, lambda b: limit is None or b.width <= limit):
+        for batch in batches_of(
+            rows, batch_size, lambda b: limit is None or b.width + MARGIN <= limit
+        ):
             if prepare is not None:
                 prepare(batch)
             written = _generate_batch(model, [rows[i] for i in batch], ends, limit)
@@ -132,82 +138,9 @@ def generate(
     return [found[i] for i in range(len(rows))]
 
 
-def position_limit(model: "PreTrainedModel") -> int | None:
-    """Return the most tokens that the model has positions for, or None without a limit."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return int(limit) if isinstance(limit, int) and limit > 0 else None
-
-
-@dataclass(slots=True)
-class _Extent:
-    """How large a batch is, kept up to date while rows are added."""
-
-    rows: int = 0
-    shortest_prompt: int = 0
-    longest_prompt: int = 0
-    longest_target: int = 0
-    longest: int = 0
-
-    @property
-    def logits(self) -> int:
-        """Positions whose logits are computed: one span that covers all targets, every row."""
-        return self.rows * (self.longest - self.shortest_prompt)
-
-    @property
-    def width(self) -> int:
-        """Positions that generation may need."""
-        return self.longest_prompt + self.longest_target + MARGIN
-
-    def grown(self, row: Encoded) -> "_Extent":
-        prompt, target = len(row.prompt_ids), len(row.target_ids)
-        return _Extent(
-            self.rows + 1,
-            min(self.shortest_prompt, prompt) if self.rows else prompt,
-            max(self.longest_prompt, prompt),
-            max(self.longest_target, target),
-            max(self.longest, prompt + target),
-        )
-
-
-def _batches(
-    rows: Sequence[Encoded], batch_size: int, fits: Callable[[_Extent], bool]
-) -> Iterator[list[int]]:
-    """Group rows of similar length; a row that does not fit with others is alone."""
-    order = sorted(
-        range(len(rows)), key=lambda i: (len(rows[i].prompt_ids), len(rows[i].target_ids))
-    )
-    batch: list[int] = []
-    extent = _Extent()
-    for i in order:
-        grown = extent.grown(rows[i])
-        if batch and (len(batch) == batch_size or not fits(grown)):
-            yield batch
-            batch, grown = [], _Extent().grown(rows[i])
-        batch.append(i)
-        extent = grown
-    if batch:
-        yield batch
-
-
 def _score_batch(model: "PreTrainedModel", rows: Sequence[Encoded]) -> list[TokenScore]:
-    device = model.device
-    inputs = [[*row.prompt_ids, *row.target_ids[:-1]] for row in rows]
-    width = max(map(len, inputs))
-    ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in inputs], device=device)
-    mask = torch.tensor([[1] * len(x) + [0] * (width - len(x)) for x in inputs], device=device)
-    # The logits at position p speak about token p + 1.
-    first = min(len(row.prompt_ids) for row in rows) - 1
-    logits = _logits(model, ids, mask, first)  # [rows, width - first, vocab]
-    counts = [len(row.target_ids) for row in rows]
-    lines = [i for i, count in enumerate(counts) for _ in range(count)]
-    places = [
-        len(row.prompt_ids) - 1 - first + step
-        for row in rows
-        for step in range(len(row.target_ids))
-    ]
-    picked = logits[torch.tensor(lines, device=device), torch.tensor(places, device=device)].float()
-    del logits
-    wanted = torch.tensor([token for row in rows for token in row.target_ids], device=device)
+    batch = make_batch(rows, model.device)
+    picked, wanted, counts = target_logits(model, batch), batch.wanted, batch.counts
     predicted = picked.argmax(dim=-1)  # the first of equals, as generation takes it
     best = picked.gather(1, predicted[:, None])
     logliks = picked.gather(1, wanted[:, None])[:, 0] - picked.logsumexp(dim=-1)
@@ -234,20 +167,6 @@ def _item(row: Encoded, predicted: list[int], logliks: list[float], tied: list[b
         predicted=tuple(predicted),
         tied=any(tied),
     )
-
-
-def _logits(model: "PreTrainedModel", ids: Tensor, mask: Tensor, first: int) -> Tensor:
-    """Return the logits from position `first` on, [rows, width - first, vocab]."""
-    width = ids.shape[1]
-    known = inspect.signature(model.forward).parameters
-    options: dict[str, Any] = {"use_cache": False}
-    if "position_ids" in known:
-        options["position_ids"] = torch.arange(width, device=ids.device).expand_as(ids)
-    if "logits_to_keep" in known:
-        # The head is by far the largest layer of a small model with a large vocabulary.
-        options["logits_to_keep"] = width - first
-    logits: Tensor = model(input_ids=ids, attention_mask=mask, **options).logits
-    return logits if "logits_to_keep" in known else logits[:, first:]
 
 
 def _generate_batch(

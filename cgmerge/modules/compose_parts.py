@@ -73,15 +73,21 @@ def weight_names(experts: Sequence[Any], base: Base | None) -> dict[str, str]:
 
 def tensor_of(weight: str, layers: int) -> Tensor:
     """Return where a weight is: its layer is the first number in its name."""
-    found = _LAYER.search(weight)
-    if found is None:
+    layer = layer_of(weight)
+    if layer is None:
         return Tensor(weight, 0.0)
-    return Tensor(weight, int(found[1]) / (layers - 1) if layers > 1 else 1.0)
+    return Tensor(weight, layer / (layers - 1) if layers > 1 else 1.0)
+
+
+def layer_of(name: str) -> int | None:
+    """Return the layer of a weight or module: the first number in its name."""
+    found = _LAYER.search(name)
+    return None if found is None else int(found[1])
 
 
 def count_layers(names: Iterable[str]) -> int:
     """Return how many layers weights belong to."""
-    return max((int(m[1]) + 1 for name in names if (m := _LAYER.search(name))), default=0)
+    return max((layer + 1 for name in names if (layer := layer_of(name)) is not None), default=0)
 
 
 def _grouped(

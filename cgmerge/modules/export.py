@@ -151,10 +151,10 @@ def _write(
         if delta.rank > kept:
             cut = truncate(delta, kept)
             lost, total = lost + cut.error_sq, total + cut.norm_sq
-            delta = cut.delta
+            padded[path] = pad_rank(cut.delta, kept)
         else:
             total += delta.norm() ** 2
-        padded[path] = pad_rank(delta, kept)
+            padded[path] = pad_rank(delta, kept)
     for path, (outs, into) in missing_siblings({p: d.shape for p, d in padded.items()}).items():
         like = next(iter(padded.values()))
         padded[path] = LowRank(like.a.new_zeros(kept, into), like.b.new_zeros(outs, kept))

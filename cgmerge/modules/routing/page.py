@@ -35,8 +35,10 @@ def composition_page(method: str, router: Router, members: "Sequence[Member]", b
         'cgmerge route FOLDER --base BASE --explain "text"',
         "```",
         "",
-        ("Every folder in `experts/` is an ordinary PEFT adapter, or a compressed expert that"
-        " `cgmerge decompress` turns into one."),
+        (
+            "Every folder in `experts/` is an ordinary PEFT adapter, or a compressed expert that"
+            " `cgmerge decompress` turns into one."
+        ),
         "",
         _served(router),
     ]

@@ -1,0 +1,169 @@
+"""`cgmerge compose --examples`: coefficients, or a method, learned from examples."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from cgmerge.cli.output import Output
+from cgmerge.errors import UsageError
+
+if TYPE_CHECKING:
+    from cgmerge.evals.suite import SkillSet
+    from cgmerge.modules.compose import Plan
+    from cgmerge.modules.learned.learn import Made
+    from cgmerge.modules.learned.objectives import Support
+    from cgmerge.modules.learned.presets import AutoSettings, Learner
+    from cgmerge.modules.loading import LoadedBase
+    from cgmerge.modules.recipe import Recipe
+
+FORMAT = '--examples FILE.jsonl with rows like {"prompt": "…", "completion": "…"}'
+_MANY_GROUPS = 12
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What the user wants learned.
+
+    Attributes:
+        method: A preset, or `auto`.
+        settings: Of the learner, or of the choice.
+        skills: The examples.
+        recipe: The plain weighted sum that is to get coefficients.
+    """
+
+    method: str
+    settings: "Learner | AutoSettings"
+    skills: "list[SkillSet]"
+    recipe: "Recipe"
+
+    def check(self, plan: "Plan", output: Output) -> None:
+        """Refuse what cannot be learned, and say what will be, before any work."""
+        from cgmerge.modules.learned.learn import check_learnable
+
+        check_learnable(plan)
+        count = sum(len(skill.examples) for skill in self.skills)
+        settings = ", ".join(f"{key}={value}" for key, value in asdict(self.settings).items())
+        output.line("learn", f"{self.method} from {count} examples")
+        output.detail("means", settings)
+
+    def learned(self, plan: "Plan", output: Output) -> "Recipe":
+        """Learn, say what came out, and return the recipe that composes it."""
+        from cgmerge.modules.loading import load_base
+
+        assert plan.base is not None
+        made = self._made(plan, load_base(plan.base), output)
+        _show(made, self.method, output)
+        data = [
+            {"name": s.name, "file": s.source, "sha256": s.sha256, "n": len(s.examples)}
+            for s in self.skills
+        ]
+        return replace(made.recipe, tuning={**(made.recipe.tuning or {}), "data": data})
+
+    def _made(self, plan: "Plan", loaded: "LoadedBase", output: Output) -> "Made":
+        from cgmerge.modules.learned.auto import choose, fits
+        from cgmerge.modules.learned.learn import learn, points
+        from cgmerge.modules.learned.presets import Learner
+
+        support = _support(self.skills, loaded)
+        settings = self.settings
+        if isinstance(settings, Learner):
+            with output.progress("learn", points(support, settings)) as advance:
+                return learn(plan, loaded, support, self.method, settings, progress=advance)
+        with output.progress("choose", fits(plan, support, settings)) as advance:
+            return choose(plan, loaded, support, settings, progress=advance)
+
+
+def learning_of(recipe: "Recipe", examples: list[str] | None, *, tuned: bool) -> Learning | None:
+    """Return what is to be learned, or None for methods that learn nothing.
+
+    Raises:
+        UsageError: Examples without such a method or the other way round, or wrong settings.
+        InputError: Examples that cannot be used.
+    """
+    from cgmerge.evals.suite import read_skills
+    from cgmerge.modules.learned.presets import AUTO, PRESETS, is_learned, make_auto, make_learner
+
+    method = recipe.method
+    if not is_learned(method):
+        if examples:
+            raise UsageError(
+                f"method `{method}` does not learn from --examples",
+                code="examples",
+                hint=f"--method {', '.join(PRESETS)}; to choose a scale: --tune",
+            )
+        return None
+    if not examples:
+        raise UsageError(
+            f"method `{method}` learns from examples, and there are none",
+            code="examples",
+            hint=f"add {FORMAT}, five to fifty for each skill, and --base BASE",
+        )
+    if tuned:
+        raise UsageError(
+            f"`{method}` chooses from --examples, --tune from other data: give one of them",
+            code="tune",
+        )
+    settings = make_auto(recipe.params) if method == AUTO else make_learner(method, recipe.params)
+    if recipe.base is None:
+        raise UsageError(
+            f"method `{method}` runs the base on the examples", code="base", hint="add --base BASE"
+        )
+    plain = replace(recipe, method="task-arithmetic", params={})
+    return Learning(method, settings, read_skills(examples), plain)
+
+
+def _support(skills: "list[SkillSet]", loaded: "LoadedBase") -> "Support":
+    from cgmerge.evals.suite import encode_questions, questions
+    from cgmerge.modules.learned.objectives import Support
+    from cgmerge.modules.teacher import position_limit
+
+    asked = questions(skills)
+    rows = encode_questions(asked, loaded.tokenizer, position_limit(loaded.model))
+    answered = tuple(one.example.prompt is not None for one in asked)
+    return Support(rows.encoded, tuple(one.skill for one in asked), answered)
+
+
+def _show(made: "Made", method: str, output: Output) -> None:
+    """Print what was learned and what it is worth."""
+    tuning: Any = made.recipe.tuning
+    if made.learned is not None:
+        _show_coefficients(tuning, output)
+        names = {"base": tuning["base"], **{e["name"]: e for e in tuning["experts"]}}
+        marks = {**names, "average": tuning["average"], method: tuning["learned"]}
+        for name, mark in marks.items():
+            output.detail(
+                "seen", f"{name}: right {mark['score']:.2f}, objective {mark['objective']:.4f}"
+            )
+        before, after = tuning["base"]["objective"], tuning["learned"]["objective"]
+        output.line(
+            "learned",
+            f"objective {after:.4f} on the examples (base {before:.4f}),"
+            f" {tuning['passes']:,} passes",
+        )
+    if made.table:
+        folds = tuning["crossvalidation"]["folds"]
+        chosen = tuning.get("chosen", method)
+        rows = [
+            [row.name, f"{row.score:.3f}", f"{row.loss:.3f}", "←" if row.name == chosen else ""]
+            for row in made.table
+        ]
+        output.table(["left-out examples", "right", "loss", ""], rows)
+        output.line("checked", f"each on examples that it did not see, {folds} parts in turn")
+    if "chosen" in tuning:
+        output.line("chosen", f"{tuning['chosen']} {tuning['note']}".rstrip())
+    for note in made.notes:
+        output.warn(note)
+
+
+def _show_coefficients(tuning: Any, output: Output) -> None:
+    names, groups = tuning["coefficients"]["experts"], tuning["coefficients"]["groups"]
+    rows = [[group, *[f"{value:.3f}" for value in values]] for group, values in groups.items()]
+    if len(rows) <= _MANY_GROUPS:
+        output.table(["coefficients", *names], rows)
+        return
+    columns = list(zip(*groups.values(), strict=True))
+    for name, values in zip(names, columns, strict=True):
+        output.line(
+            "expert",
+            f"{name}: coefficients {min(values):.2f} … {max(values):.2f},"
+            f" mean {sum(values) / len(values):.2f}, in {len(values)} modules",
+        )
