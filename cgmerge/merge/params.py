@@ -1,4 +1,4 @@
-"""Parameters of merge methods: declared once, checked, and read from text as typed by users."""
+"""Parameters of methods: declared once, checked, and read from text as typed by users."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from cgmerge.errors import UsageError
 from cgmerge.nearest import nearest
 
-P = TypeVar("P", bound="Params")
+P = TypeVar("P", bound="Checked")
 
 
 def param(
@@ -38,16 +38,21 @@ def param(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Params:
+class Checked:
+    """Settings whose ranges are checked; subclasses declare their fields with `param`."""
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            _check_range(item, getattr(self, item.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params(Checked):
     """What every method has; subclasses add their own fields with `param`."""
 
     scale: float = param(
         1.0, "λ: factor on the merged delta", grid=(1.0, 0.6, 0.4, 0.8, 1.3, 0.25, 1.7)
     )
-
-    def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):
-            _check_range(item, getattr(self, item.name))
 
 
 def build_params(kind: type[P], values: Mapping[str, Any], owner: str) -> P:
@@ -116,7 +121,7 @@ def _type_name(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
     names: dict[Any, str] = {float: "a number", int: "a whole number", bool: "true or false"}
-    return names.get(kind, str(kind))
+    return names.get(kind) or getattr(kind, "WANTED", str(kind))
 
 
 def _check_range(item: "dataclasses.Field[Any]", value: Any) -> None:
