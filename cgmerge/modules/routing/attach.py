@@ -24,7 +24,7 @@ from cgmerge.modules.routing.layer import (
 from cgmerge.modules.routing.router import RetrievalRouter, Router, TaskRouter, TokenRouter
 from cgmerge.modules.routing.stack import Stack
 
-_LAYER = re.compile(r"^(?:.*\.)?\d+(?=\.)")
+_LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.)")  # the first number: experts of an MoE have others
 # Layers that transformers' models feed with one and the same tensor. Another input is noticed and
 # computed on its own, so that a model that differs is merely slower.
 _SIBLINGS = (

@@ -42,6 +42,15 @@ class Choice:
         return chosen, kept.softmax(dim=-1)
 
 
+@dataclass(frozen=True, slots=True)
+class Sigmoid(Choice):
+    """Every expert says as much as its own score allows, whatever the others say."""
+
+    def weights(self, scores: Float[Tensor, "*batch experts"]) -> Float[Tensor, "*batch experts"]:
+        """Return weights between 0 and 1."""
+        return scores.sigmoid()
+
+
 def first_best(scores: Float[Tensor, "*batch experts"], k: int) -> Int[Tensor, "*batch k"]:
     """Return the indices of the k highest scores, best first; `topk` leaves ties undefined."""
     if k > _FEW:

@@ -50,10 +50,14 @@ class TokenRule:
             return False
         return not scorer.needs_z and scorer.present.shape[0] > SPARSE_FROM * top_k
 
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "TokenRule":
+        """Return the rule with every tensor changed, e.g. moved to a device."""
+        after = None if self.after is None else change(self.after)
+        return TokenRule(self.scorer.changed(change), self.choice, after)
+
     def to(self, device: torch.device) -> "TokenRule":
-        """Return the rule on a device."""
-        after = None if self.after is None else self.after.to(device)
-        return TokenRule(self.scorer.to(device), self.choice, after)
+        """Return the rule on a device; its own tensors where they are there already."""
+        return self.changed(lambda tensor: tensor.to(device))
 
 
 @dataclass

@@ -9,7 +9,7 @@ A router is plain tensors and settings; saving one is writing them, without any 
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -80,6 +80,11 @@ class TokenRouter(Router):
         rules = {
             place: TokenRule(rule.scorer, choice, rule.after) for place, rule in self.rules.items()
         }
+        return TokenRouter(rules, self.scope)
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "TokenRouter":
+        """Return the router with every tensor changed."""
+        rules = {place: rule.changed(change) for place, rule in self.rules.items()}
         return TokenRouter(rules, self.scope)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ and for all modules that read the same input.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -54,7 +54,7 @@ class Scorer(ABC):
         return found if self.present is None else found.masked_fill(~self.present, -torch.inf)
 
     @abstractmethod
-    def formula(self, x: Tensor, linear: Tensor | None, z: Tensor | None) -> Tensor:
+    def formula(self, x: Tensor, linear: Tensor | None, z: Tensor | None, /) -> Tensor:
         """Return the scores before experts that are not here are left out."""
 
     def tensors(self) -> dict[str, Tensor]:
@@ -66,9 +66,9 @@ class Scorer(ABC):
         """Make a scorer from what `tensors` gave."""
         return cls(**tensors)
 
-    def to(self, device: torch.device) -> Self:
-        """Return the scorer on a device."""
-        return replace(self, **{k: v.to(device) for k, v in self.tensors().items()})
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return the scorer with every tensor changed, e.g. moved to a device."""
+        return replace(self, **{name: change(value) for name, value in self.tensors().items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Gate(Scorer):
     form = "gate"
     bias: Float[Tensor, "experts"] | None = None
 
-    def formula(self, x: Tensor, linear: Tensor | None, z: Tensor | None) -> Tensor:
+    def formula(self, _x: Tensor, linear: Tensor | None, _z: Tensor | None, /) -> Tensor:
         """Return the linear scores."""
         assert linear is not None
         return linear if self.bias is None else linear + self.bias
@@ -101,10 +101,10 @@ class Standardised(Scorer):
         rows = torch.nn.functional.layer_norm(gates.float(), (width,), eps=_EPS) / math.sqrt(width)
         return cls(rows=rows, present=torch.tensor(list(present)))
 
-    def formula(self, x: Tensor, linear: Tensor | None, z: Tensor | None) -> Tensor:
+    def formula(self, x: Tensor, linear: Tensor | None, _z: Tensor | None, /) -> Tensor:
         """Return the standardised scores."""
         assert linear is not None
-        deviation = (x.float().var(dim=-1, correction=0, keepdim=True) + _EPS).sqrt()
+        deviation: Tensor = (x.float().var(dim=-1, correction=0, keepdim=True) + _EPS).sqrt()
         return linear / deviation
 
 
@@ -121,7 +121,7 @@ class Subspace(Scorer):
     """Factor on the score of each expert."""
     width: int = 1
 
-    def formula(self, x: Tensor, linear: Tensor | None, z: Tensor | None) -> Tensor:
+    def formula(self, _x: Tensor, linear: Tensor | None, _z: Tensor | None, /) -> Tensor:
         """Return the norms of the projections."""
         assert linear is not None
         parts = linear.unflatten(-1, (-1, self.width))
@@ -162,7 +162,7 @@ class Energy(Scorer):
             present=torch.tensor(stack.present),
         )
 
-    def formula(self, x: Tensor, linear: Tensor | None, z: Tensor | None) -> Tensor:
+    def formula(self, _x: Tensor, _linear: Tensor | None, z: Tensor | None, /) -> Tensor:
         """Return the norms of the experts' outputs."""
         assert z is not None
         z = z.float()

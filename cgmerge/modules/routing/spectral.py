@@ -6,16 +6,90 @@ The directions come from a small exact SVD of the factors, not from power iterat
 start; the score has no sign, so that (−v) routes alike.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from cgmerge.merge.deltas import LowRank
+from cgmerge.merge.engine import one_thread
+from cgmerge.merge.params import Checked, param
 from cgmerge.modules.routing.choice import Choice
+from cgmerge.modules.routing.fitting import FitInput, Fitted, TopK
 from cgmerge.modules.routing.layer import TokenRule
 from cgmerge.modules.routing.router import TokenRouter
 from cgmerge.modules.routing.scores import Energy, Scorer, Subspace
 from cgmerge.modules.routing.stack import Stack
+
+
+class Directions(str):
+    """How many input directions of an expert count: a whole number, or `full`."""
+
+    __slots__ = ()
+    WANTED: ClassVar[str] = "a whole number of at least 1, or `full`"
+
+    def __new__(cls, value: object) -> Self:
+        """Read a number or `full`.
+
+        Raises:
+            ValueError: Neither.
+        """
+        text = str(value).strip().lower()
+        if text != "full" and not (text.isascii() and text.isdecimal() and int(text) >= 1):
+            raise ValueError(text)
+        return super().__new__(cls, text)
+
+    @property
+    def number(self) -> int | None:
+        """Return the number; None for the full spectrum."""
+        return int(self) if self.isdecimal() else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrowParams(Checked):
+    """Parameters of `arrow`."""
+
+    top_k: TopK = param(TopK("3"), "experts per token and module, or `all`")
+    temperature: float = param(1.0, "scores are divided by it before the softmax", above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpectralParams(ArrowParams):
+    """Parameters of `spectral`."""
+
+    directions: Directions = param(
+        Directions("full"), "leading input directions of each expert; `full`: the whole spectrum"
+    )
+    normalise: Literal["none", "fro"] = param(
+        "none", "fro: divide the score of an expert by its norm ‖ΔW‖ (directions=full)"
+    )
+
+
+def make_arrow(fit: FitInput) -> Fitted:
+    """Score by the one direction that an expert amplifies most."""
+    p = fit.params
+    assert isinstance(p, ArrowParams)
+    return _make(fit, p, directions=1, normalise=False)
+
+
+def make_spectral(fit: FitInput) -> Fitted:
+    """Score by several directions, or by the norm of what an expert would add."""
+    p = fit.params
+    assert isinstance(p, SpectralParams)
+    return _make(fit, p, directions=p.directions.number, normalise=p.normalise == "fro")
+
+
+def _make(fit: FitInput, p: ArrowParams, *, directions: int | None, normalise: bool) -> Fitted:
+    warnings: list[str] = []
+    choice = Choice(p.top_k.of(len(fit.names), warnings), p.temperature)
+    with one_thread():
+        router = spectral_router(
+            fit.stacks, directions=directions, choice=choice, normalise=normalise
+        )
+    return Fitted(router, {}, warnings)
 
 
 def leading_directions(delta: LowRank, count: int) -> Float[Tensor, "count in"]:
@@ -44,7 +118,7 @@ def leading_directions(delta: LowRank, count: int) -> Float[Tensor, "count in"]:
 
 
 def spectral_router(
-    stacks: "dict[str, Stack]", *, directions: int | None, choice: Choice, normalise: bool = False
+    stacks: Mapping[str, Stack], *, directions: int | None, choice: Choice, normalise: bool = False
 ) -> TokenRouter:
     """Make a router from the experts alone.
 
