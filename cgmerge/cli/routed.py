@@ -1,5 +1,7 @@
 """`cgmerge compose` with a method that routes: the result is a folder of experts and a router."""
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cgmerge.errors import UsageError
 
 if TYPE_CHECKING:
-    from cgmerge.cli.output import Output
+    from cgmerge.cli.output import Output, Progress
     from cgmerge.evals.routed import Request, RoutedPlan
     from cgmerge.modules.composition import Composition
 
@@ -81,13 +83,12 @@ def compose_routed(
         return
     check_routed_out(plan, out, overwrite=overwrite)
     loaded = load_base(plan.base) if plan.base is not None and plan.spec.needs else None
-    steps = plan.spec.steps(plan.params, len(plan.members))
-    with output.progress("learn", steps) as advance:
+    with _progress(output) as advance:
         found = run_routed(plan, out, overwrite=overwrite, loaded=loaded, progress=advance)
     for warning in found.record["warnings"][len(plan.warnings) :]:
         output.warn(warning)
-    for label, text in plan.spec.said(found.record["fit"]):
-        output.line(label, text)
+    for note in found.record["fit"]["notes"]:
+        output.line("learned", note)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     output.line("wrote", f"{out} ({size / 1e6:.2f} MB; every {found.granularity} decides)")
     base = request.base or "BASE"
@@ -96,8 +97,22 @@ def compose_routed(
     output.result("cgmerge.compose/1", {"out": str(out), **_fields(plan, found)}, short=str(out))
 
 
+@contextmanager
+def _progress(output: "Output") -> "Iterator[Callable[[int, int], None]]":
+    """Show a bar as soon as somebody says how long it is."""
+    with ExitStack() as bars:
+        bar: list[Progress] = []
+
+        def advance(done: int, total: int) -> None:
+            if not bar:
+                bar.append(bars.enter_context(output.progress("learn", total)))
+            bar[0](done)
+
+        yield advance
+
+
 def _show_plan(plan: "RoutedPlan", output: "Output") -> None:
-    settings = ", ".join(f"{k}={v}" for k, v in plan.spec.plain_params(plan.params).items())
+    settings = ", ".join(f"{k}={v}" for k, v in plan.settings.items())
     output.line("plan", f"{plan.spec.name}({settings}): every {plan.spec.granularity} decides")
     for member in plan.members:
         ranks = "/".join(map(str, member.expert.ranks))
@@ -119,7 +134,7 @@ def _fields(plan: "RoutedPlan", found: "Composition | None") -> dict[str, Any]:
     return {
         "out": None,
         "method": plan.spec.name,
-        "params": plan.spec.plain_params(plan.params),
+        "params": plan.settings,
         "scale": None,
         "granularity": plan.spec.granularity,
         "experts": [

@@ -1,7 +1,7 @@
 """Make a routed composition: open and check, learn from examples where the method does, write."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,8 @@ from cgmerge.modules.routing.files import (
     safe_names,
     save_composition,
 )
-from cgmerge.modules.routing.methods import FitInput, Labelled, RoutedMethod, find_routed
+from cgmerge.modules.routing.fitting import FitInput, Labelled, Progress
+from cgmerge.modules.routing.methods import RoutedMethod, find_routed
 from cgmerge.modules.routing.stack import stacks
 from cgmerge.modules.routing.transform import subtract
 from cgmerge.modules.teacher import position_limit
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from cgmerge.modules.compose import Plan
     from cgmerge.modules.loading import LoadedBase
 
-Progress = Callable[[int], None]
 _REQUEST = "request"
 
 
@@ -110,6 +110,11 @@ class RoutedPlan:
     static: "Plan"
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """Return the parameters as JSON values."""
+        return asdict(self.params)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Return the experts' names in the composition."""
         return tuple(member.name for member in self.members)
@@ -164,7 +169,7 @@ def run_routed(
         out: The folder; appears complete or not at all.
         overwrite: Replace an existing composition.
         loaded: The base in memory, where the method needs it.
-        progress: Called with the number of finished steps.
+        progress: Called with the number of finished steps and of all steps.
 
     Raises:
         UsageError: `out` exists, or lies inside an input.
@@ -188,12 +193,12 @@ def run_routed(
     )
     contents = Contents(
         method=plan.spec.name,
-        params=plan.spec.plain_params(plan.params),
+        params=plan.settings,
         members=plan.members,
         router=fitted.router,
         base=_base_id(plan),
         transforms=plan.transforms,
-        fit={**fitted.record, _REQUEST: _request_record(plan)},
+        fit={**fitted.record, "notes": fitted.notes, _REQUEST: _request_record(plan)},
         warnings=[*plan.warnings, *fitted.warnings],
     )
     return save_composition(out, contents, overwrite=overwrite)
@@ -329,7 +334,7 @@ def _subtracted(
         space=asked.space,  # type: ignore[arg-type]
         rank=asked.rank,
     )
-    return dict(found.deltas), found.error
+    return dict(found.deltas), found.lost
 
 
 def _examples(request: Request) -> list[SkillSet]:
