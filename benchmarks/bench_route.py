@@ -267,9 +267,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
-        one = measure(
-            options.case, options.experts, options.folder, options.repeat, options.device
-        )
+        one = measure(options.case, options.experts, options.folder, options.repeat, options.device)
         print(json.dumps(one))
         return
     wanted = options.only.split(",") if options.only else ["base", *PEERS, *OURS]
@@ -278,7 +276,7 @@ def main() -> None:
     found = []
     with tempfile.TemporaryDirectory() as name:
         write_experts(build(), Path(name), 32)
-        print(f"{'case':14} {'experts':>7}", *[f"{s:>7}" for s in [*SHAPES, 'decode']], "     MB")
+        print(f"{'case':14} {'experts':>7}", *[f"{s:>7}" for s in [*SHAPES, "decode"]], "     MB")
         for kind, count in cases:
             one = run_case(kind, count, Path(name), options)
             found.append(one)

@@ -94,7 +94,7 @@ def compose_routed(
     base = request.base or "BASE"
     output.hint(f'see it decide: cgmerge route {out} --base {base} --explain "TEXT"')
     output.hint(f"measure it: cgmerge eval {out} --base {base} --data TEST.jsonl")
-    output.result("cgmerge.compose/1", {"out": str(out), **_fields(plan, found)}, short=str(out))
+    output.result("cgmerge.compose/1", {**_fields(plan, found), "out": str(out)}, short=str(out))
 
 
 @contextmanager

@@ -50,13 +50,7 @@ def _check_rule(
     rule: TokenRule, count: int, width: int | None, ranks: int | None, where: str
 ) -> None:
     scorer: Scorer = rule.scorer
-    if scorer.rows is not None:
-        found = tuple(scorer.rows.shape)
-        lines = count * scorer.width if isinstance(scorer, Subspace) else count
-        into = found[-1] if width is None else width
-        _same(found, (lines, into), f"{where}: rows")
-    elif not isinstance(scorer, Energy):
-        raise Damaged(f"{where}: a {scorer.form} scorer without rows", code="router")
+    _check_rows(scorer, count, width, where)
     vectors = {"present": scorer.present, "after": rule.after}
     if isinstance(scorer, Gate):
         vectors["bias"] = scorer.bias
@@ -73,6 +67,16 @@ def _check_rule(
             raise Damaged(f"{where}: nothing says which experts are there", code="router")
         if not bool(scorer.present.any()):
             raise Damaged(f"{where}: no expert can be chosen", code="router")
+
+
+def _check_rows(scorer: Scorer, count: int, width: int | None, where: str) -> None:
+    if scorer.rows is not None:
+        found = tuple(scorer.rows.shape)
+        lines = count * scorer.width if isinstance(scorer, Subspace) else count
+        into = found[-1] if width is None else width
+        _same(found, (lines, into), f"{where}: rows")
+    elif not isinstance(scorer, Energy):
+        raise Damaged(f"{where}: a {scorer.form} scorer without rows", code="router")
 
 
 def _same(found: object, expected: object, what: str) -> None:
