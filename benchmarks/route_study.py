@@ -134,8 +134,9 @@ def examples(setting: Setting, folder: Path, count: int) -> list[str]:
 
 
 def _is_own(row: Mapping[str, Any], name: str) -> bool:
-    """Training files of the other benchmarks also hold rows of other skills, named so."""
-    return row.get("skill", name) == name
+    """Training files of the other benchmarks also hold rows of other skills; a word says so."""
+    word = str(row["prompt"]).partition(":")[0].strip().lower()
+    return word in (name, domains.WORD)
 
 
 def compositions(setting: Setting, folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:

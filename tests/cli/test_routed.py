@@ -289,7 +289,7 @@ def test_generate_reads_prompts_from_a_pipe(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("copy : c a a =\ncopy : f a j e =\n"))
     code, out, _ = run("generate", "--base", "tiny")
     assert code == 0
-    assert [line.split() for line in out.splitlines()] == ["c a a".split(), "f a j e".split()]
+    assert [line.split() for line in out.splitlines()] == [["c", "a", "a"], ["f", "a", "j", "e"]]
 
 
 def test_a_conversation_is_remembered_where_the_base_has_a_template(run, monkeypatch):
