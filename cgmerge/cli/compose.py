@@ -177,9 +177,9 @@ def compose(
     learning = learning_of(recipe, examples, tuned=bool(tune))
     plan = make_plan(learning.recipe if learning else recipe)
     if learning:
-        learning.check(plan, output)
+        learning.check(plan)
     skills = _validation(plan, tune)
-    _show_plan(plan, output)
+    _show_plan(plan, output, learning.method if learning else None)
     if dry_run or out is None:
         _finish_dry_run(plan, output)
         return
@@ -257,17 +257,16 @@ def _run(plan: "Plan", out: Path, *, overwrite: bool, output: Output) -> None:
     output.result("cgmerge.compose/1", {"out": str(out), **describe(composed)}, short=str(out))
 
 
-def _show_plan(plan: "Plan", output: Output) -> None:
+def _show_plan(plan: "Plan", output: Output, learns: str | None) -> None:
     from dataclasses import asdict
 
     rule = plan.rule
     settings = ", ".join(f"{key}={value}" for key, value in asdict(rule.params).items())
-    output.line("plan", f"{rule.name}({settings}) on {len(plan.sizes)} modules")
+    name = learns or f"{rule.name}({settings})"
+    output.line("plan", f"{name} on {len(plan.sizes)} modules")
     for expert, weight in ((plan.experts[i], rule.weights[i]) for i in plan.given):
-        output.line(
-            "expert",
-            f"{expert.name}  weight {weight:g}  {_kind(expert, plan)}  {expert.digest[:12]}",
-        )
+        known = "" if learns else f"  weight {weight:g}"
+        output.line("expert", f"{expert.name}{known}  {_kind(expert, plan)}  {expert.digest[:12]}")
     if plan.parts:
         output.line("parts", f"{len(plan.parts)} groups of modules have values of their own")
     for one, names in plan.parts:

@@ -35,28 +35,30 @@ class Learning:
     skills: "list[SkillSet]"
     recipe: "Recipe"
 
-    def check(self, plan: "Plan", output: Output) -> None:
-        """Refuse what cannot be learned, and say what will be, before any work."""
+    def check(self, plan: "Plan") -> None:
+        """Refuse what cannot be learned before any work."""
         from cgmerge.modules.learned.learn import check_learnable
 
         check_learnable(plan)
-        count = sum(len(skill.examples) for skill in self.skills)
-        settings = ", ".join(f"{key}={value}" for key, value in asdict(self.settings).items())
-        output.line("learn", f"{self.method} from {count} examples")
-        output.detail("means", settings)
 
     def learned(self, plan: "Plan", output: Output) -> "Recipe":
         """Learn, say what came out, and return the recipe that composes it."""
         from cgmerge.modules.loading import load_base
 
         assert plan.base is not None
+        count = sum(len(skill.examples) for skill in self.skills)
+        output.line("learn", f"{self.method} from {count} examples")
+        for key, value in asdict(self.settings).items():
+            output.detail("means", f"{key}={value}")
         made = self._made(plan, load_base(plan.base), output)
-        _show(made, self.method, output)
+        _show(made, self.method, plan.given, output)
         data = [
             {"name": s.name, "file": s.source, "sha256": s.sha256, "n": len(s.examples)}
             for s in self.skills
         ]
-        return replace(made.recipe, tuning={**(made.recipe.tuning or {}), "data": data})
+        tuning = {**(made.recipe.tuning or {}), "data": data, "notes": list(made.notes)}
+        notes = (*made.recipe.notes, *made.notes)
+        return replace(made.recipe, tuning=tuning, notes=notes)
 
     def _made(self, plan: "Plan", loaded: "LoadedBase", output: Output) -> "Made":
         from cgmerge.modules.learned.auto import choose, fits
@@ -122,11 +124,11 @@ def _support(skills: "list[SkillSet]", loaded: "LoadedBase") -> "Support":
     return Support(rows.encoded, tuple(one.skill for one in asked), answered)
 
 
-def _show(made: "Made", method: str, output: Output) -> None:
-    """Print what was learned and what it is worth."""
+def _show(made: "Made", method: str, given: list[int], output: Output) -> None:
+    """Print what was learned and what it is worth; experts in the order they were given in."""
     tuning: Any = made.recipe.tuning
     if made.learned is not None:
-        _show_coefficients(tuning, output)
+        _show_coefficients(tuning, given, output)
         names = {"base": tuning["base"], **{e["name"]: e for e in tuning["experts"]}}
         marks = {**names, "average": tuning["average"], method: tuning["learned"]}
         for name, mark in marks.items():
@@ -154,16 +156,16 @@ def _show(made: "Made", method: str, output: Output) -> None:
         output.warn(note)
 
 
-def _show_coefficients(tuning: Any, output: Output) -> None:
+def _show_coefficients(tuning: Any, given: list[int], output: Output) -> None:
     names, groups = tuning["coefficients"]["experts"], tuning["coefficients"]["groups"]
-    rows = [[group, *[f"{value:.3f}" for value in values]] for group, values in groups.items()]
-    if len(rows) <= _MANY_GROUPS:
-        output.table(["coefficients", *names], rows)
+    if len(groups) <= _MANY_GROUPS:
+        rows = [[group, *[f"{values[i]:.3f}" for i in given]] for group, values in groups.items()]
+        output.table(["coefficients", *[names[i] for i in given]], rows)
         return
-    columns = list(zip(*groups.values(), strict=True))
-    for name, values in zip(names, columns, strict=True):
+    for place in given:
+        values = [row[place] for row in groups.values()]
         output.line(
             "expert",
-            f"{name}: coefficients {min(values):.2f} … {max(values):.2f},"
+            f"{names[place]}: coefficients {min(values):.2f} … {max(values):.2f},"
             f" mean {sum(values) / len(values):.2f}, in {len(values)} modules",
         )

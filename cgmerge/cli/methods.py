@@ -10,6 +10,7 @@ from cgmerge.cli.output import Output
 
 if TYPE_CHECKING:
     from cgmerge.merge import MethodSpec
+    from cgmerge.modules.learned.presets import Preset
 
 
 def methods(
@@ -17,24 +18,35 @@ def methods(
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """List merge methods, or explain one: formula, parameters, paper, when to use it."""
+    """List merge methods, or explain one: formula, parameters, paper, when to use it.
+
+    Methods that learn from examples (`compose --examples`) come last.
+    """
     from cgmerge.merge import all_methods, get_method, rule_of
+    from cgmerge.modules.learned.presets import PRESETS
 
     output = Output(as_json=as_json, quiet=quiet)
-    specs = all_methods() if name is None else [get_method(rule_of(name))[0]]
-    described = [_describe(spec) for spec in specs]
+    shown: list[MethodSpec | Preset] = [*all_methods(), *PRESETS.values()]
+    if name is not None:
+        shown = [PRESETS.get(name) or get_method(rule_of(name))[0]]
+    described = [_describe(method) for method in shown]
     if name is None:
-        rows = [[s.name, "yes" if s.low_rank else "no", s.summary] for s in specs]
+        rows = [[d["name"], "yes" if d["low_rank"] else "no", d["summary"]] for d in described]
         output.table(["method", "low rank", "what it does"], rows, words=True)
         output.hint("explain one: cgmerge methods ties")
     else:
-        output.text(_page(specs[0]))
+        output.text(_page(shown[0], described[0]))
     output.result(
-        "cgmerge.methods/1", {"methods": described}, short="\n".join(s.name for s in specs)
+        "cgmerge.methods/1", {"methods": described}, short="\n".join(d["name"] for d in described)
     )
 
 
-def _describe(spec: "MethodSpec") -> dict[str, Any]:
+def _describe(method: "MethodSpec | Preset") -> dict[str, Any]:
+    from cgmerge.modules.learned.presets import Preset
+
+    if isinstance(method, Preset):
+        return _describe_preset(method)
+    spec = method
     return {
         "name": spec.name,
         "aliases": sorted(spec.aliases),
@@ -45,18 +57,37 @@ def _describe(spec: "MethodSpec") -> dict[str, Any]:
         "low_rank": spec.low_rank,
         "scope": spec.traits.scope,
         "needs": list(spec.needs),
-        "params": [_describe_param(item) for item in dataclasses.fields(spec.params)],
+        "params": [_describe_param(item, item.default) for item in dataclasses.fields(spec.params)],
         "paper": spec.about.paper,
         "differs": spec.about.differs,
         "use_when": spec.about.use_when,
     }
 
 
-def _describe_param(item: "dataclasses.Field[Any]") -> dict[str, Any]:
+def _describe_preset(preset: "Preset") -> dict[str, Any]:
+    chooses = preset.name == "auto"
+    return {
+        "name": preset.name,
+        "aliases": [],
+        "summary": preset.summary,
+        "formula": preset.about.formula,
+        "linear": not chooses,
+        "kind": "learned",
+        "low_rank": not chooses,
+        "scope": "model",
+        "needs": list(preset.needs),
+        "params": [_describe_param(item, preset.default(item)) for item in preset.params],
+        "paper": preset.about.paper,
+        "differs": preset.about.differs,
+        "use_when": preset.about.use_when,
+    }
+
+
+def _describe_param(item: "dataclasses.Field[Any]", default: Any) -> dict[str, Any]:
     meta = item.metadata
     return {
         "name": item.name,
-        "default": item.default,
+        "default": default,
         "choices": list(get_args(item.type)) if get_origin(item.type) is Literal else None,
         "low": meta.get("low") if meta.get("low") is not None else meta.get("above"),
         "high": meta.get("high"),
@@ -64,38 +95,46 @@ def _describe_param(item: "dataclasses.Field[Any]") -> dict[str, Any]:
     }
 
 
-def _page(spec: "MethodSpec") -> str:
-    lines = [f"{spec.name}: {spec.summary}", "", f"  {spec.about.formula}", "", "parameters"]
-    for item in dataclasses.fields(spec.params):
-        described = _describe_param(item)
+def _page(method: "MethodSpec | Preset", described: dict[str, Any]) -> str:
+    name, summary = described["name"], described["summary"]
+    lines = [f"{name}: {summary}", "", f"  {described['formula']}", "", "parameters"]
+    for param in described["params"]:
         allowed = ""
-        if described["choices"]:
-            allowed = f" ({', '.join(described['choices'])})"
-        elif described["high"] is not None:
-            allowed = f" ({described['low']} … {described['high']})"
-        lines.append(f"  --set {item.name}={item.default}{allowed}: {described['doc']}")
+        if param["choices"]:
+            allowed = f" ({', '.join(param['choices'])})"
+        elif param["high"] is not None:
+            allowed = f" ({param['low']} … {param['high']})"
+        lines.append(f"  --set {param['name']}={param['default']}{allowed}: {param['doc']}")
     lines += [
         "",
-        f"cost      {_cost(spec)}",
-        f"needs     {', '.join(spec.needs) or 'the experts only'}",
+        f"cost      {_cost(method)}",
+        f"needs     {', '.join(described['needs']) or 'the experts only'}",
     ]
-    if spec.aliases:
-        names = [
-            f"{a} ({', '.join(f'{k}={v}' for k, v in f.items())})" for a, f in spec.aliases.items()
-        ]
-        lines.append(f"also as   {'; '.join(names)}")
+    if described["aliases"]:
+        lines.append(f"also as   {'; '.join(_aliases(method))}")
     lines += [
-        f"use when  {spec.about.use_when}",
-        f"paper     {spec.about.paper}",
-        f"differs   {spec.about.differs}",
+        f"use when  {described['use_when']}",
+        f"paper     {described['paper']}",
+        f"differs   {described['differs']}",
     ]
     return "\n".join(lines)
 
 
-def _cost(spec: "MethodSpec") -> str:
-    if spec.kind == "matrix" and not spec.low_rank:
+def _aliases(method: Any) -> list[str]:
+    return [
+        f"{name} ({', '.join(f'{k}={v}' for k, v in fixed.items())})"
+        for name, fixed in method.aliases.items()
+    ]
+
+
+def _cost(method: "MethodSpec | Preset") -> str:
+    from cgmerge.modules.learned.presets import Preset
+
+    if isinstance(method, Preset):
+        return method.cost
+    if method.kind == "matrix" and not method.low_rank:
         return "whole matrices of all experts; back to rank r by SVD, error reported"
-    return _COST[spec.kind]
+    return _COST[method.kind]
 
 
 _COST = {

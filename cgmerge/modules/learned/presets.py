@@ -143,7 +143,7 @@ PRESETS: dict[str, Preset] = {
                 " other data; all examples in every step; no weight decay unless --set l2=…",
                 use_when="twenty or more examples, also of several skills at once",
             ),
-            settings={"granularity": "module", "lr": 0.05, "steps": 60},
+            settings={"granularity": "module", "lr": 0.02},
             cost="steps forward and backward passes over the examples, and as often again for"
             " each fold of the cross-validation",
         ),
@@ -172,15 +172,15 @@ PRESETS: dict[str, Preset] = {
         ),
         Preset(
             name="soups",
-            summary="LoRA Soups: shares per expert and layer that sum to 1, learned by gradient",
+            summary="LoRA Soups: shares per expert and module that sum to 1, learned by gradient",
             about=About(
-                formula="ΔW_l = Σ c_el·ΔW_el, c_el ≥ 0, Σ_e c_el = 1, minimising the loss",
+                formula="ΔW_m = Σ c_em·ΔW_em, c_em ≥ 0, Σ_e c_em = 1, minimising the loss",
                 paper="Prabhakar et al. 2024 (CAT), arXiv:2410.13025",
                 differs="the shares are found on the given examples; all of them in every step;"
                 " best point seen on them",
                 use_when="two skills are needed together and examples of that are at hand",
             ),
-            settings={"granularity": "layer", "constraint": "simplex", "lr": 0.1},
+            settings={"granularity": "module", "constraint": "simplex", "lr": 0.1},
             cost="steps forward and backward passes over the examples, and as often again for"
             " each fold of the cross-validation",
         ),
@@ -196,7 +196,7 @@ PRESETS: dict[str, Preset] = {
                 use_when="you have examples and do not want to choose a method",
             ),
             settings={},
-            cost="about 800 forward passes over the examples; --set passes=N limits it",
+            cost="about 1,400 forward passes over the examples; --set passes=N limits it",
             kind=AutoSettings,
         ),
     )
