@@ -119,7 +119,8 @@ def _noise(within: Float[Tensor, "rows width"], freedom: int) -> Float[Tensor, "
     spread = values.square() / freedom
     floor = _SHRINK * spread.sum() / within.shape[1]
     shares = 1.0 - (floor / ((1.0 - _SHRINK) * spread[:kept] + floor)).sqrt()
-    return shares.sqrt()[:, None] * rows[:kept]
+    found: Tensor = shares.sqrt()[:, None] * rows[:kept]
+    return found
 
 
 def recognised(embedded: Sequence[Float[Tensor, "rows width"]]) -> list[float | None]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cgmerge.errors import Damaged, UsageError
 from cgmerge.modules.routing.choice import Choice
-from cgmerge.modules.routing.layer import TokenRule
+from cgmerge.modules.routing.rule import TokenRule
 from cgmerge.modules.routing.scores import SCORERS
 
 Granularity = Literal["token", "sequence"]
@@ -114,6 +114,8 @@ class TokenRouter(Router):
         form, scope = settings.get("form"), settings.get("scope")
         if form not in SCORERS or scope not in ("module", "layer", "model"):
             raise Damaged(f"a token router of form {form!r} and scope {scope!r}", code="router")
+        if scope != "module" and not SCORERS[form].of_rows:
+            raise Damaged(f"a router of form {form!r} cannot decide for a {scope}", code="router")
         choice = Choice(
             _natural(settings.get("top_k"), "top_k"), _positive(settings, "temperature")
         )
