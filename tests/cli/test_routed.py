@@ -10,7 +10,7 @@ import pytest
 import support
 import torch
 from case_support import done, refused
-from routing_support import make_experts, shapes
+from composition_support import make_experts, shapes
 
 from cgmerge.modules.expert import open_expert
 

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import routing_support
+import composition_support
 import torch
-from routing_support import ids, logits, make_experts, tiny
+from composition_support import ids, logits, make_experts, tiny
 from safetensors.torch import load_file, save_file
 
 from cgmerge.errors import CgmergeError, Damaged, Incompatible, StorageError, UsageError
@@ -106,13 +106,13 @@ import sys, torch
 from pathlib import Path
 torch.set_num_threads(1); torch.manual_seed(5)
 sys.path.insert(0, sys.argv[2])
-from routing_support import ids, logits, tiny
+from composition_support import ids, logits, tiny
 from cgmerge.modules.routing.files import open_composition
 with open_composition(Path(sys.argv[1]) / "c").attach(tiny()):
     found = logits(ids(2, 5))
 assert torch.equal(found, torch.load(Path(sys.argv[1]) / "before.pt")), "differs"
 """
-    tests = Path(routing_support.__file__).parent
+    tests = Path(composition_support.__file__).parent
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path), str(tests)],
         capture_output=True,

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from cgmerge.errors import Incompatible
 from cgmerge.modules.loading import LoadedBase
 from cgmerge.modules.routing.embed import embed
+from cgmerge.modules.routing.family import Family, together
 from cgmerge.modules.routing.kernels import RowPlan
 from cgmerge.modules.routing.layer import (
     RoutedLinear,
     Routes,
     SequenceLinear,
-    SharedInput,
     SharedLinear,
     TokenLinear,
-    TokenRule,
 )
 from cgmerge.modules.routing.router import RetrievalRouter, Router, TaskRouter, TokenRouter
+from cgmerge.modules.routing.rule import TokenRule
 from cgmerge.modules.routing.stack import Stack
 
 _LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.)")  # the first number: experts of an MoE have others
@@ -156,6 +156,7 @@ def _layers(
     modules: Mapping[str, nn.Module], stacks: Mapping[str, Stack], router: Router, routes: Routes
 ) -> dict[str, RoutedLinear]:
     layers: dict[str, RoutedLinear] = {}
+    rules: dict[str, TokenRule] = {}
     for path, stack in stacks.items():
         module = modules[path]
         weight = next(module.parameters())
@@ -165,13 +166,14 @@ def _layers(
         if not isinstance(router, TokenRouter):
             layers[path] = SequenceLinear(module, path, placed, routes)
         elif router.scope == "module":
-            rule = _rule(router, path).to(weight.device)
-            layers[path] = TokenLinear(module, path, placed, routes, rule)
+            rules[path] = _rule(router, path).to(weight.device)
+            if not rules[path].scorer.of_rows:
+                placed = stack.orthonormal().to(weight.device, dtype)
+            layers[path] = TokenLinear(module, path, placed, routes)
         else:
             place = _place(router, path)
             layers[path] = SharedLinear(module, path, placed, routes, place)
-    if isinstance(router, TokenRouter):
-        _share_inputs(layers)
+    _decide_together(layers, rules, routes)
     return layers
 
 
@@ -235,26 +237,39 @@ def _decide_at(
             return
         x: Tensor = args[0] if args else kwargs["hidden_states"]
         rows = placed.scorer.rows
-        linear = None if rows is None else x.to(rows.dtype) @ rows.T
-        routes.shared[place] = placed.weights(x, linear, None)
+        assert rows is not None  # without a module there are no norms to read
+        scores = placed.scorer.scores(x, x.to(rows.dtype) @ rows.T)
+        weights = placed.choice.weights(scores)
+        routes.shared[place] = weights if placed.after is None else weights + placed.after
 
     return module.register_forward_pre_hook(decide, with_kwargs=True)
 
 
-def _share_inputs(layers: Mapping[str, RoutedLinear]) -> None:
-    """Let modules that read the same input share one product with it."""
-    groups: dict[tuple[str, int], list[TokenLinear]] = {}
+def _decide_together(
+    layers: Mapping[str, RoutedLinear], rules: Mapping[str, TokenRule], routes: Routes
+) -> None:
+    """Let modules that read the same input decide together; every other one is alone."""
+    families: dict[tuple[str, int | str], list[list[TokenLinear]]] = {}
     for path, layer in layers.items():
-        parent, _, leaf = path.rpartition(".")
-        family = next((i for i, names in enumerate(_SIBLINGS) if leaf in names), None)
-        if isinstance(layer, TokenLinear) and family is not None:
-            groups.setdefault((parent, family), []).append(layer)
-    for members in groups.values():
-        if len({(m.stack.a.shape[1], m.stack.a.dtype, m.stack.a.device) for m in members}) > 1:
+        if not isinstance(layer, TokenLinear):
             continue
-        factors = SharedInput([m.stack.a for m in members])
-        rows = [m.rule.scorer.rows for m in members]
-        known = [row for row in rows if row is not None and row.dtype == members[0].stack.a.dtype]
-        scores = SharedInput(known) if len(known) == len(members) else None
+        parent, _, leaf = path.rpartition(".")
+        kin = next((i for i, names in enumerate(_SIBLINGS) if leaf in names), leaf)
+        known = families.setdefault((parent, kin), [])
+        own = layer.stack, rules[path]
+        for members in known:
+            if together((members[0].stack, rules[members[0].path]), own):
+                members.append(layer)
+                break
+        else:
+            known.append([layer])
+    for members in (group for known in families.values() for group in known):
+        paths = [member.path for member in members]
+
+        def tell(number: int, weights: Tensor, paths: list[str] = paths) -> None:
+            if routes.watch is not None:
+                routes.watch(paths[number], weights)
+
+        family = Family([(m.stack, rules[m.path]) for m in members], tell)
         for number, member in enumerate(members):
-            member.inputs, member.member = (factors, scores), number
+            member.family, member.member = family, number

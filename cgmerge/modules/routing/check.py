@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from cgmerge.errors import Damaged
-from cgmerge.modules.routing.layer import TokenRule
 from cgmerge.modules.routing.router import RetrievalRouter, Router, TaskRouter, TokenRouter
+from cgmerge.modules.routing.rule import TokenRule
 from cgmerge.modules.routing.scores import Energy, Gate, Scorer, Standardised, Subspace
 
 Sizes = Mapping[str, tuple[int, int, int]]
@@ -35,20 +35,14 @@ def check_router(router: Router, experts: Sequence[Sizes], source: str) -> None:
 
 
 def _check_tokens(router: TokenRouter, experts: Sequence[Sizes], source: str) -> None:
-    modules: dict[str, tuple[int, int]] = {}
-    for sizes in experts:
-        for path, (_, into, rank) in sizes.items():
-            modules[path] = into, modules.get(path, (0, 0))[1] + rank
+    modules = {path: into for sizes in experts for path, (_, into, _) in sizes.items()}
     if router.scope == "module":
         _same(sorted(router.rules), sorted(modules), f"{source}: modules of the router")
     for place, rule in router.rules.items():
-        width, ranks = modules.get(place, (None, None))
-        _check_rule(rule, len(experts), width, ranks, f"{source}: {place}")
+        _check_rule(rule, len(experts), modules.get(place), f"{source}: {place}")
 
 
-def _check_rule(
-    rule: TokenRule, count: int, width: int | None, ranks: int | None, where: str
-) -> None:
+def _check_rule(rule: TokenRule, count: int, width: int | None, where: str) -> None:
     scorer: Scorer = rule.scorer
     _check_rows(scorer, count, width, where)
     vectors = {"present": scorer.present, "after": rule.after}
@@ -59,9 +53,6 @@ def _check_rule(
     for name, vector in vectors.items():
         if vector is not None:
             _same(tuple(vector.shape), (count,), f"{where}: {name}")
-    if isinstance(scorer, Energy):
-        _same(tuple(scorer.gram.shape), (ranks, ranks), f"{where}: gram")
-        _same(tuple(scorer.owner.shape), (ranks, count), f"{where}: owner")
     if isinstance(scorer, Standardised | Subspace | Energy):
         if scorer.present is None:
             raise Damaged(f"{where}: nothing says which experts are there", code="router")

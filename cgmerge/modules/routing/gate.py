@@ -14,7 +14,6 @@ import torch
 from cgmerge.merge.params import Checked, param
 from cgmerge.modules.routing.choice import Choice
 from cgmerge.modules.routing.fitting import AutoTopK, FitInput, Fitted, counts
-from cgmerge.modules.routing.layer import TokenRule
 from cgmerge.modules.routing.learning import (
     Pruned,
     entropy_penalty,
@@ -28,6 +27,7 @@ from cgmerge.modules.routing.learning import (
     zeros,
 )
 from cgmerge.modules.routing.router import TokenRouter
+from cgmerge.modules.routing.rule import TokenRule
 from cgmerge.modules.routing.scores import Gate
 from cgmerge.modules.routing.support import Descent, Mark, Steps, Support, descend
 

@@ -26,15 +26,28 @@ def dense(
         stack: The experts.
         weights: One row per token, or rows that broadcast over tokens.
     """
-    return (z * spread(weights, stack).to(z.dtype)) @ stack.b.T
+    return weigh(z, stack, weights) @ stack.b.T
 
 
-def spread(weights: Float[Tensor, "*batch experts"], stack: Stack) -> Float[Tensor, "*batch ranks"]:
-    """Repeat every expert's weight for each of its ranks."""
-    ranks = set(stack.ranks)
-    if len(ranks) == 1:  # a view and one copy: far cheaper than indexing
-        return weights.repeat_interleave(next(iter(ranks)), dim=-1)
-    return weights.index_select(-1, stack.owner)
+def weigh(
+    z: Float[Tensor, "*batch ranks"], stack: Stack, weights: Float[Tensor, "*batch experts"]
+) -> Float[Tensor, "*batch ranks"]:
+    """Multiply every expert's part of z with its weight, in the type of z."""
+    shares = weights.to(z.dtype)
+    if stack.uniform is not None:  # views and one product: far cheaper than indexing
+        parts: Tensor = z.unflatten(-1, (-1, stack.uniform))
+        return (parts * shares.unsqueeze(-1)).flatten(-2)
+    return z * shares.index_select(-1, stack.owner)
+
+
+def norms(z: Float[Tensor, "*batch ranks"], stack: Stack) -> Float[Tensor, "*batch experts"]:
+    """Return the norm of every expert's part of z, float32."""
+    squares = z.float().square()
+    if stack.uniform is not None:
+        parts: Tensor = squares.unflatten(-1, (-1, stack.uniform))
+        return parts.sum(dim=-1).sqrt()
+    found = squares.new_zeros(*z.shape[:-1], stack.experts)
+    return found.index_add_(-1, stack.owner, squares).sqrt()
 
 
 def sparse(

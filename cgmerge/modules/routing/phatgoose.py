@@ -16,9 +16,9 @@ from cgmerge.merge.params import Checked, param
 from cgmerge.modules.encoding import Encoded
 from cgmerge.modules.routing.choice import Choice, Sigmoid
 from cgmerge.modules.routing.fitting import FitInput, Fitted, Labelled, TopK, of_experts
-from cgmerge.modules.routing.layer import TokenRule
 from cgmerge.modules.routing.learning import failure, learning, parameters, places, zeros
 from cgmerge.modules.routing.router import TokenRouter
+from cgmerge.modules.routing.rule import TokenRule
 from cgmerge.modules.routing.scores import Gate, Standardised
 from cgmerge.modules.routing.support import Descent, Steps, Support, descend
 

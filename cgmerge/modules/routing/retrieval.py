@@ -1,7 +1,9 @@
 """The experts whose examples resemble the prompt, in the base's own embedding.
 
-A prompt is the mean of the base's last hidden states; the mean over all experts is taken out,
-because it is what all texts have in common and hides what tells them apart.
+A prompt is the mean of the base's last hidden states. What all experts have in common, their mean,
+is taken out; and directions in which prompts of one and the same expert differ count less (a
+linear discriminant with a shrunk covariance). Without that, a few examples per expert say more
+about their words than about their kind.
 """
 
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from cgmerge.merge.engine import one_thread
 from cgmerge.merge.params import Checked, param
 from cgmerge.modules.routing.choice import Choice
 from cgmerge.modules.routing.embed import embed
@@ -19,6 +22,9 @@ from cgmerge.modules.routing.fitting import FitInput, Fitted, TopK, of_experts
 from cgmerge.modules.routing.router import RetrievalRouter
 from cgmerge.modules.stats import frozen
 
+_FOLDS = 5
+_MOST_NOISE = 128
+_SHRINK = 0.2  # ρ; results hardly differ between 0.1 and 0.5
 _UNSURE = 0.5
 
 
@@ -50,19 +56,26 @@ def make_retrieval(fit: FitInput) -> Fitted:
         for done, rows in enumerate(examples, 1):
             embedded.append(embed(fit.base, [row.prompt_ids for row in rows]).cpu())
             fit.report(done, len(examples))
-    centroids, centre = centroids_of([part.mean(dim=0) for part in embedded])
+    with one_thread():
+        likeness = Likeness.of(embedded)
+        found = recognised(embedded)
     warnings: list[str] = []
     choice = Choice(p.top_k.of(len(fit.names), warnings), p.temperature)
     width = p.width if p.choose == "kernel" else None
-    router = RetrievalRouter(centroids, centre, choice, width, p.threshold)
-    found = recognised(embedded)
+    router = RetrievalRouter(
+        likeness.centroids, likeness.centre, likeness.noise, choice, width, p.threshold
+    )
     record = {
         "experts": [
             {"name": name, "rows": len(rows), "recognised": share}
             for name, rows, share in zip(fit.names, examples, found, strict=True)
         ]
     }
-    mixed = [n for n, share in zip(fit.names, found, strict=True) if share < _UNSURE]
+    mixed = [
+        name
+        for name, share in zip(fit.names, found, strict=True)
+        if share is not None and share < _UNSURE
+    ]
     if mixed:
         warnings.append(
             f"most prompts of {', '.join(mixed)} look more like another expert's: give more"
@@ -71,31 +84,69 @@ def make_retrieval(fit: FitInput) -> Fitted:
     return Fitted(router, record, warnings)
 
 
-def centroids_of(
-    means: Sequence[Float[Tensor, " width"]],
-) -> tuple[Float[Tensor, "experts width"], Float[Tensor, " width"]]:
-    """Return centred means of length 1, and the centre; zero where a mean is the centre."""
-    stacked = torch.stack(list(means))
-    centre = stacked.mean(dim=0)
-    moved = stacked - centre
-    lengths = moved.norm(dim=1, keepdim=True)
-    return torch.where(lengths > 0, moved / lengths, 0.0), centre
+@dataclass(frozen=True)
+class Likeness:
+    """What tells the prompts of experts apart; see `RetrievalRouter` for the fields."""
+
+    centroids: Float[Tensor, "experts width"]
+    centre: Float[Tensor, " width"]
+    noise: Float[Tensor, "directions width"]
+
+    @classmethod
+    def of(cls, embedded: Sequence[Float[Tensor, "rows width"]]) -> "Likeness":
+        """Fit it to the prompts of each expert.
+
+        With covariance S within experts and its mean variance v, x is multiplied by
+        ((1 − ρ)·S + ρ·v)^(−1/2), but for a common factor I − UᵀU with few rows U.
+        """
+        parts = [part.double() for part in embedded]
+        means = torch.stack([part.mean(dim=0) for part in parts])
+        centre = means.mean(dim=0)
+        within = torch.cat([part - mean for part, mean in zip(parts, means, strict=True)])
+        noise = _noise(within, len(within) - len(parts))
+        moved = (means - centre) - ((means - centre) @ noise.T) @ noise
+        lengths = moved.norm(dim=1, keepdim=True)
+        centroids = torch.where(lengths > 0, moved / lengths, 0.0)
+        return cls(centroids.float(), centre.float(), noise.float())
 
 
-def recognised(embedded: Sequence[Float[Tensor, "rows width"]]) -> list[float]:
-    """Return the share of each expert's prompts that lead to it, each without its own help.
-
-    A single example cannot do without itself; it counts as recognised.
-    """
-    means = [part.mean(dim=0) for part in embedded]
-    found = []
-    for expert, part in enumerate(embedded):
-        right = 0
-        for row in part:
-            others = list(means)
-            if len(part) > 1:
-                others[expert] = (part.sum(dim=0) - row) / (len(part) - 1)
-            centroids, centre = centroids_of(others)
-            right += int((centroids @ (row - centre)).argmax()) == expert
-        found.append(right / len(part))
+def _noise(within: Float[Tensor, "rows width"], freedom: int) -> Float[Tensor, "n width"]:
+    """Return the rows U of `Likeness.of`, none where every expert has one example."""
+    if freedom < 1:
+        return within.new_zeros(0, within.shape[1])
+    _, values, rows = torch.linalg.svd(within, full_matrices=False)
+    kept = min(freedom, _MOST_NOISE, int((values > values[:1] * 1e-6).sum()))
+    spread = values.square() / freedom
+    floor = _SHRINK * spread.sum() / within.shape[1]
+    shares = 1.0 - (floor / ((1.0 - _SHRINK) * spread[:kept] + floor)).sqrt()
+    found: Tensor = shares.sqrt()[:, None] * rows[:kept]
     return found
+
+
+def recognised(embedded: Sequence[Float[Tensor, "rows width"]]) -> list[float | None]:
+    """Return the share of each expert's prompts that lead to it, found without their help.
+
+    A fifth of the examples is left out at a time. None for an expert with a single example.
+    """
+    right = [0] * len(embedded)
+    for fold in range(_FOLDS):
+        rest = [_without(part, fold) for part in embedded]
+        if all(len(left) == len(part) for left, part in zip(rest, embedded, strict=True)):
+            continue
+        likeness = Likeness.of(rest)
+        router = RetrievalRouter(likeness.centroids, likeness.centre, likeness.noise)
+        for expert, part in enumerate(embedded):
+            if len(part) > 1:
+                found = router.similarities(part[fold::_FOLDS]).argmax(dim=1)
+                right[expert] += int((found == expert).sum())
+    return [
+        count / len(part) if len(part) > 1 else None
+        for count, part in zip(right, embedded, strict=True)
+    ]
+
+
+def _without(part: Tensor, fold: int) -> Tensor:
+    if len(part) == 1:
+        return part
+    kept = [i for i in range(len(part)) if i % _FOLDS != fold]
+    return part[kept]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cgmerge.errors import Damaged, UsageError
 from cgmerge.modules.routing.choice import Choice
-from cgmerge.modules.routing.layer import TokenRule
+from cgmerge.modules.routing.rule import TokenRule
 from cgmerge.modules.routing.scores import SCORERS
 
 Granularity = Literal["token", "sequence"]
@@ -114,6 +114,8 @@ class TokenRouter(Router):
         form, scope = settings.get("form"), settings.get("scope")
         if form not in SCORERS or scope not in ("module", "layer", "model"):
             raise Damaged(f"a token router of form {form!r} and scope {scope!r}", code="router")
+        if scope != "module" and not SCORERS[form].of_rows:
+            raise Damaged(f"a router of form {form!r} cannot decide for a {scope}", code="router")
         choice = Choice(
             _natural(settings.get("top_k"), "top_k"), _positive(settings, "temperature")
         )
@@ -145,8 +147,11 @@ class RetrievalRouter(SequenceRouter):
     """The experts whose examples resemble the prompt, in the base's own embedding.
 
     Attributes:
-        centroids: Mean embedding of each expert's examples, minus `centre`, of length 1, [E, d].
-        centre: Mean embedding of all examples, [d].
+        centroids: Mean embedding of each expert's examples, minus `centre`, without `noise`, of
+            length 1, [E, d].
+        centre: Mean of the experts' mean embeddings, [d].
+        noise: U, [n, d]: an embedding x counts as x − UᵀU·x, because examples of one and the same
+            expert differ along U; None leaves x as it is.
         choice: Of the cosines; a small temperature makes it sharp.
         width: β of kernel weights exp(−(1 − cos)/β²); None for the softmax of `choice`.
         threshold: Kernel weights below this share are dropped.
@@ -157,6 +162,7 @@ class RetrievalRouter(SequenceRouter):
 
     centroids: Float[Tensor, "experts width"]
     centre: Float[Tensor, "width"]
+    noise: Float[Tensor, "directions width"] | None = None
     choice: Choice = field(default_factory=lambda: Choice(top_k=1))
     width: float | None = None
     threshold: float = 0.01
@@ -169,8 +175,12 @@ class RetrievalRouter(SequenceRouter):
     def similarities(self, embedded: Float[Tensor, "batch width"]) -> Tensor:
         """Return the cosine of every prompt with every expert, [batch, experts]."""
         moved = embedded.float() - self.centre.to(embedded.device)
+        if self.noise is not None:
+            noise = self.noise.to(moved.device)
+            moved = moved - (moved @ noise.T) @ noise
         lengths = moved.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-        return (moved / lengths) @ self.centroids.to(embedded.device).T
+        cosines: Tensor = (moved / lengths) @ self.centroids.to(embedded.device).T
+        return cosines
 
     def weights(self, embedded: Float[Tensor, "batch width"]) -> Float[Tensor, "batch experts"]:
         """Return the weights of every sequence; they sum to 1."""
@@ -183,8 +193,9 @@ class RetrievalRouter(SequenceRouter):
         return kept / kept.sum(dim=-1, keepdim=True)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return centroids and centre."""
-        return {"centroids": self.centroids, "centre": self.centre}
+        """Return centroids, centre and noise."""
+        noise = {} if self.noise is None or not len(self.noise) else {"noise": self.noise}
+        return {"centroids": self.centroids, "centre": self.centre, **noise}
 
     def settings(self) -> dict[str, Any]:
         """Return choice and kernel."""
@@ -200,8 +211,15 @@ class RetrievalRouter(SequenceRouter):
         cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> "RetrievalRouter":
         """See `Router.restore`."""
-        if set(tensors) != {"centroids", "centre"}:
+        if set(tensors) - {"noise"} != {"centroids", "centre"}:
             raise Damaged(f"a retrieval router with tensors {sorted(tensors)}", code="router")
+        noise = tensors.get("noise")
+        if noise is not None and noise.shape[1:] != tensors["centre"].shape:
+            raise Damaged(
+                f"a retrieval router with noise {list(noise.shape)} and centre"
+                f" {list(tensors['centre'].shape)}",
+                code="router",
+            )
         width = None if settings.get("width") is None else _positive(settings, "width")
         choice = Choice(
             _natural(settings.get("top_k"), "top_k"), _positive(settings, "temperature")
@@ -209,7 +227,7 @@ class RetrievalRouter(SequenceRouter):
         threshold = settings.get("threshold")
         if not isinstance(threshold, float) or not 0 <= threshold < 1:
             raise Damaged(f"a retrieval router with threshold {threshold!r}", code="router")
-        return cls(tensors["centroids"], tensors["centre"], choice, width, threshold)
+        return cls(tensors["centroids"], tensors["centre"], noise, choice, width, threshold)
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from cgmerge.modules.routing.stack import Stack
-
 _EPS = 1e-5
 """As in LayerNorm."""
+_PLAIN = {"present": True, "bias": 0.0, "weights": 1.0}
+"""What a field that is not there stands for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,36 +26,57 @@ class Scorer(ABC):
     """Scores of all experts for one token.
 
     Attributes:
-        rows: What the input is multiplied with, [rows, in], float32; None where nothing is.
+        rows: What the input is multiplied with, [rows, in], float32; None for scorers that read
+            the norms ‖ΔW_e·x‖ instead.
         present: Experts that can be chosen here; None for all. Others get -inf.
     """
 
     form: ClassVar[str]
-    needs_z: ClassVar[bool] = False
-    """Whether the formula reads A_all·x, which then has to be computed for all experts."""
+    of_rows: ClassVar[bool] = True
+    """Whether the formula reads rows·x; otherwise the norms of what the experts would add."""
+    per_expert: ClassVar[tuple[str, ...]] = ("present",)
+    """Fields with one entry per expert."""
 
     rows: Float[Tensor, "rows in"] | None = None
     present: Bool[Tensor, "experts"] | None = None
 
     def scores(
-        self,
-        x: Float[Tensor, "tokens in"],
-        linear: Float[Tensor, "tokens rows"] | None,
-        z: Float[Tensor, "tokens ranks"] | None,
-    ) -> Float[Tensor, "tokens experts"]:
+        self, x: Float[Tensor, "*batch in"], read: Float[Tensor, "*batch read"]
+    ) -> Float[Tensor, "*batch experts"]:
         """Return the scores, float32.
 
         Args:
             x: Inputs of the module.
-            linear: rows·x, where there are rows.
-            z: A_all·x, where `needs_z`.
+            read: rows·x, or the norms ‖ΔW_e·x‖.
         """
-        found = self.formula(x, linear, z)
+        found = self.formula(x, read)
         return found if self.present is None else found.masked_fill(~self.present, -torch.inf)
 
     @abstractmethod
-    def formula(self, x: Tensor, linear: Tensor | None, z: Tensor | None, /) -> Tensor:
+    def formula(self, x: Tensor, read: Tensor, /) -> Tensor:
         """Return the scores before experts that are not here are left out."""
+
+    def joined(self, others: "Sequence[Scorer]") -> "Scorer":
+        """Return one scorer for several modules that read the same input.
+
+        Args:
+            others: See `joins`; their scores come behind this one's.
+        """
+        members = [self, *others]
+        changes: dict[str, Tensor] = {}
+        if self.rows is not None:
+            changes["rows"] = torch.cat([m.rows for m in members if m.rows is not None])
+        for name in self.per_expert:
+            values = [getattr(member, name) for member in members]
+            known = next((value for value in values if value is not None), None)
+            if known is not None:
+                plain = torch.full_like(known, _PLAIN[name])
+                changes[name] = torch.cat([plain if v is None else v for v in values])
+        return replace(self, **changes)
+
+    def joins(self, other: "Scorer") -> bool:
+        """Whether `joined` can put another one behind this one."""
+        return type(self) is type(other)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return everything that decides the scores, by field."""
@@ -76,12 +97,12 @@ class Gate(Scorer):
     """W·x + bias: a learned linear gate."""
 
     form = "gate"
+    per_expert = ("present", "bias")
     bias: Float[Tensor, "experts"] | None = None
 
-    def formula(self, _x: Tensor, linear: Tensor | None, _z: Tensor | None, /) -> Tensor:
+    def formula(self, _x: Tensor, read: Tensor, /) -> Tensor:
         """Return the linear scores."""
-        assert linear is not None
-        return linear if self.bias is None else linear + self.bias
+        return read if self.bias is None else read + self.bias
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +122,10 @@ class Standardised(Scorer):
         rows = torch.nn.functional.layer_norm(gates.float(), (width,), eps=_EPS) / math.sqrt(width)
         return cls(rows=rows, present=torch.tensor(list(present)))
 
-    def formula(self, x: Tensor, linear: Tensor | None, _z: Tensor | None, /) -> Tensor:
+    def formula(self, x: Tensor, read: Tensor, /) -> Tensor:
         """Return the standardised scores."""
-        assert linear is not None
         deviation: Tensor = (x.float().var(dim=-1, correction=0, keepdim=True) + _EPS).sqrt()
-        return linear / deviation
+        return read / deviation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,16 +137,22 @@ class Subspace(Scorer):
     """
 
     form = "subspace"
+    per_expert = ("present", "weights")
     weights: Float[Tensor, "experts"] | None = None
     """Factor on the score of each expert."""
     width: int = 1
 
-    def formula(self, _x: Tensor, linear: Tensor | None, _z: Tensor | None, /) -> Tensor:
+    def formula(self, _x: Tensor, read: Tensor, /) -> Tensor:
         """Return the norms of the projections."""
-        assert linear is not None
-        parts = linear.unflatten(-1, (-1, self.width))
-        found = parts[..., 0].abs() if self.width == 1 else parts.norm(dim=-1)
+        if self.width == 1:
+            found = read.abs()
+        else:
+            found = torch.linalg.vector_norm(read.unflatten(-1, (-1, self.width)), dim=-1)
         return found if self.weights is None else found * self.weights
+
+    def joins(self, other: Scorer) -> bool:
+        """Whether both have as many directions per expert."""
+        return isinstance(other, Subspace) and self.width == other.width
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
@@ -137,38 +163,20 @@ class Subspace(Scorer):
 
 @dataclass(frozen=True, kw_only=True)
 class Energy(Scorer):
-    """‖ΔW_e·x‖ from A_all·x and the Gram matrices of the factors B: no singular vectors needed.
+    """‖ΔW_e·x‖: how much an expert would add (SpectR).
 
-    ‖ΔW_e·x‖² = zᵀ(BᵀB)z with z = A_e·x. `gram` holds the blocks of all experts on its diagonal.
+    No singular vectors are needed: with orthonormal columns in B (`Stack.orthonormal`) it is the
+    norm of A_e·x, which mixing needs anyway.
     """
 
     form = "energy"
-    needs_z = True
-    gram: Float[Tensor, "ranks ranks"]
-    owner: Float[Tensor, "ranks experts"]
-    """1 where a rank belongs to an expert."""
+    of_rows = False
+    per_expert = ("present", "weights")
     weights: Float[Tensor, "experts"] | None = None
 
-    @classmethod
-    def of(cls, stack: Stack, weights: Tensor | None) -> "Energy":
-        """Make the scorer of a stack."""
-        b = stack.b.double()
-        blocks = [b[:, i:j].T @ b[:, i:j] for i, j in zip(stack.starts, stack.starts[1:])]  # noqa: B905
-        owner = torch.nn.functional.one_hot(stack.owner, stack.experts).float()
-        return cls(
-            gram=torch.block_diag(*[block for block in blocks if block.numel()]).float(),
-            owner=owner,
-            weights=weights,
-            present=torch.tensor(stack.present),
-        )
-
-    def formula(self, _x: Tensor, _linear: Tensor | None, z: Tensor | None, /) -> Tensor:
+    def formula(self, _x: Tensor, read: Tensor, /) -> Tensor:
         """Return the norms of the experts' outputs."""
-        assert z is not None
-        z = z.float()
-        squares = ((z @ self.gram) * z) @ self.owner
-        found = squares.clamp_min(0.0).sqrt()  # rounding may leave less than zero
-        return found if self.weights is None else found * self.weights
+        return read if self.weights is None else read * self.weights
 
 
 SCORERS: dict[str, type[Scorer]] = {

@@ -19,8 +19,8 @@ from cgmerge.merge.engine import one_thread
 from cgmerge.merge.params import Checked, param
 from cgmerge.modules.routing.choice import Choice
 from cgmerge.modules.routing.fitting import FitInput, Fitted, TopK
-from cgmerge.modules.routing.layer import TokenRule
 from cgmerge.modules.routing.router import TokenRouter
+from cgmerge.modules.routing.rule import TokenRule
 from cgmerge.modules.routing.scores import Energy, Scorer, Subspace
 from cgmerge.modules.routing.stack import Stack
 
@@ -139,10 +139,7 @@ def _scorer(stack: Stack, directions: int | None, *, normalise: bool) -> Scorer:
     norms = torch.tensor([stack.delta(e).norm() for e in range(stack.experts)])
     if directions is None:
         weights = torch.where(norms > 0, 1.0 / norms, 0.0) if normalise else None
-        scorer = Energy.of(stack, weights)
-        return Energy(
-            gram=scorer.gram, owner=scorer.owner, weights=weights, present=_usable(norms, stack)
-        )
+        return Energy(weights=weights, present=_usable(norms, stack))
     rows = [leading_directions(stack.delta(e), directions) for e in range(stack.experts)]
     return Subspace(rows=torch.cat(rows), present=_usable(norms, stack), width=directions)
 

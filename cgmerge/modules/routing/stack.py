@@ -78,6 +78,11 @@ class Stack:
         ranks = torch.tensor(self.ranks, device=self.a.device)
         return torch.repeat_interleave(torch.arange(self.experts, device=self.a.device), ranks)
 
+    @cached_property
+    def uniform(self) -> int | None:
+        """Return the rank that all experts have here; None where they differ."""
+        return self.ranks[0] if len(set(self.ranks)) == 1 else None
+
     def delta(self, expert: int) -> LowRank:
         """Return one expert's delta; of rank 0 where it leaves the module alone."""
         first, last = self.starts[expert], self.starts[expert + 1]
@@ -93,6 +98,19 @@ class Stack:
     def mixed(self, weights: Float[Tensor, "experts"]) -> LowRank:
         """Return Σ w_e·ΔW_e exactly, of rank Σr."""
         return LowRank(self.a, self.b * weights.to(self.b)[self.owner])
+
+    def orthonormal(self) -> "Stack":
+        """Return the same deltas with orthonormal columns in every expert's B.
+
+        ‖ΔW_e·x‖ is then ‖A_e·x‖: the norm of what an expert adds is known before it is added.
+        """
+        turned: list[LowRank | None] = []
+        for expert in range(self.experts):
+            delta = self.delta(expert)
+            q, r = torch.linalg.qr(delta.b.double())
+            a = (r @ delta.a.double()).to(delta.a.dtype)
+            turned.append(LowRank(a, q.to(delta.b.dtype)) if delta.rank else None)
+        return Stack.of(turned)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Stack":
         """Return the stack on a device in a float type; itself where nothing changes."""
