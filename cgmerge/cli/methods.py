@@ -11,6 +11,9 @@ from cgmerge.cli.output import Output
 if TYPE_CHECKING:
     from cgmerge.merge import MethodSpec
     from cgmerge.modules.learned.presets import Preset
+    from cgmerge.modules.routing.methods import RoutedMethod
+
+    AnyMethod = MethodSpec | Preset | RoutedMethod
 
 
 def methods(
@@ -18,21 +21,22 @@ def methods(
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """List merge methods, or explain one: formula, parameters, paper, when to use it.
+    """List methods, or explain one: formula, parameters, paper, when to use it.
 
-    Methods that learn from examples (`compose --examples`) come last.
+    Rules that merge come first, then coefficients learned from examples, then routers.
     """
     from cgmerge.merge import all_methods, get_method, rule_of
     from cgmerge.modules.learned.presets import PRESETS
+    from cgmerge.modules.routing.methods import find_routed, routed_methods
 
     output = Output(as_json=as_json, quiet=quiet)
-    shown: list[MethodSpec | Preset] = [*all_methods(), *PRESETS.values()]
+    shown: list[AnyMethod] = [*all_methods(), *PRESETS.values(), *routed_methods()]
     if name is not None:
-        shown = [PRESETS.get(name) or get_method(rule_of(name))[0]]
+        shown = [PRESETS.get(name) or find_routed(name) or get_method(rule_of(name))[0]]
     described = [_describe(method) for method in shown]
     if name is None:
-        rows = [[d["name"], "yes" if d["low_rank"] else "no", d["summary"]] for d in described]
-        output.table(["method", "low rank", "what it does"], rows, words=True)
+        rows = [[d["name"], _kind(d), d["summary"]] for d in described]
+        output.table(["method", "gives", "what it does"], rows, words=True)
         output.hint("explain one: cgmerge methods ties")
     else:
         output.text(_page(shown[0], described[0]))
@@ -41,11 +45,21 @@ def methods(
     )
 
 
-def _describe(method: "MethodSpec | Preset") -> dict[str, Any]:
+def _kind(described: dict[str, Any]) -> str:
+    """Say what a method gives: a delta of low rank, any delta, or experts with a router."""
+    if described["kind"] == "routed":
+        return "router"
+    return "low rank" if described["low_rank"] else "delta"
+
+
+def _describe(method: "AnyMethod") -> dict[str, Any]:
     from cgmerge.modules.learned.presets import Preset
+    from cgmerge.modules.routing.methods import RoutedMethod
 
     if isinstance(method, Preset):
         return _describe_preset(method)
+    if isinstance(method, RoutedMethod):
+        return _describe_routed(method)
     spec = method
     return {
         "name": spec.name,
@@ -83,6 +97,26 @@ def _describe_preset(preset: "Preset") -> dict[str, Any]:
     }
 
 
+def _describe_routed(method: "RoutedMethod") -> dict[str, Any]:
+    return {
+        "name": method.name,
+        "aliases": sorted(method.aliases),
+        "summary": method.summary,
+        "formula": method.about.formula,
+        "linear": False,
+        "kind": "routed",
+        "low_rank": False,
+        "scope": method.granularity,
+        "needs": sorted(method.needs),
+        "params": [
+            _describe_param(item, item.default) for item in dataclasses.fields(method.params)
+        ],
+        "paper": method.about.paper,
+        "differs": method.about.differs,
+        "use_when": method.about.use_when,
+    }
+
+
 def _describe_param(item: "dataclasses.Field[Any]", default: Any) -> dict[str, Any]:
     meta = item.metadata
     return {
@@ -95,7 +129,7 @@ def _describe_param(item: "dataclasses.Field[Any]", default: Any) -> dict[str, A
     }
 
 
-def _page(method: "MethodSpec | Preset", described: dict[str, Any]) -> str:
+def _page(method: "AnyMethod", described: dict[str, Any]) -> str:
     name, summary = described["name"], described["summary"]
     lines = [f"{name}: {summary}", "", f"  {described['formula']}", "", "parameters"]
     for param in described["params"]:
@@ -121,22 +155,31 @@ def _page(method: "MethodSpec | Preset", described: dict[str, Any]) -> str:
 
 
 def _aliases(method: Any) -> list[str]:
+    if isinstance(method.aliases, tuple):
+        return list(method.aliases)
     return [
         f"{name} ({', '.join(f'{k}={v}' for k, v in fixed.items())})"
         for name, fixed in method.aliases.items()
     ]
 
 
-def _cost(method: "MethodSpec | Preset") -> str:
+def _cost(method: "AnyMethod") -> str:
     from cgmerge.modules.learned.presets import Preset
+    from cgmerge.modules.routing.methods import RoutedMethod
 
     if isinstance(method, Preset):
         return method.cost
+    if isinstance(method, RoutedMethod):
+        return _ROUTED_COST[method.granularity]
     if method.kind == "matrix" and not method.low_rank:
         return "whole matrices of all experts; back to rank r by SVD, error reported"
     return _COST[method.kind]
 
 
+_ROUTED_COST = {
+    "token": "nothing to merge; every forward pass also scores experts and runs those chosen",
+    "sequence": "nothing to merge; a prompt is looked at once, then costs what its experts cost",
+}
 _COST = {
     "linear": "stays in low-rank factors; exact at --rank exact",
     "gram": "stays in low-rank factors, one coefficient per expert and module",

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import composition_support
+import pytest
 import torch
 from composition_support import ids, logits, make_experts, tiny
 from safetensors.torch import load_file, save_file
