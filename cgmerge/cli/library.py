@@ -1,6 +1,6 @@
 """`cgmerge ls`, `add`, `rm`, `verify`: experts kept together, by name."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +23,10 @@ Tags = Annotated[list[str] | None, typer.Option("--tag", help="A word to find it
 def ls(
     library: Library,
     tag: Annotated[str | None, typer.Option("--tag", help="Only experts with this tag")] = None,
+    clusters: Annotated[
+        int | None,
+        typer.Option("--cluster", help="Group them by what they change: so many groups", min=1),
+    ] = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -31,6 +35,8 @@ def ls(
     For example:
 
       cgmerge ls experts
+
+      cgmerge ls experts --cluster 4
     """
     from cgmerge.modules.library.library import listing, open_library
 
@@ -45,15 +51,31 @@ def ls(
         output.table(columns, [_row(entry) for entry in entries], words=True)
     elif not found.bad:
         output.hint(f"nothing there yet: cgmerge add {library} EXPERT")
+    groups = None if clusters is None else _groups(library, entries, clusters, output)
     output.result(
         "cgmerge.ls/1",
         {
             "library": library,
+            "clusters": groups,
             "experts": [entry.facts() for entry in entries],
             "damaged": [{"entry": b.file, "message": b.error.message} for b in found.bad],
         },
         short="\n".join(entry.name for entry in entries) or None,
     )
+
+
+def _groups(
+    library: str, entries: "list[Entry]", count: int, output: Output
+) -> list[dict[str, Any]]:
+    """Group experts whose deltas are alike, and print the groups."""
+    from cgmerge.modules.groups import group_experts
+
+    found = group_experts([f"{library}/{entry.name}" for entry in entries], count)
+    rows = [[str(g.number), f"{g.likeness:.2f}", " ".join(g.names)] for g in found]
+    output.text("")
+    output.table(["group", "cosine", "experts"], rows, words=True)
+    output.hint("compose those of one group, or route between groups: cgmerge compose … -m gate")
+    return [{"group": g.number, "likeness": g.likeness, "experts": list(g.names)} for g in found]
 
 
 def add(
