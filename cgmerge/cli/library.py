@@ -1,5 +1,6 @@
 """`cgmerge ls`, `add`, `rm`, `verify`: experts kept together, by name."""
 
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -205,7 +206,7 @@ def verify(
 
 
 def _row(entry: "Entry") -> list[str]:
-    scores = ", ".join(f"{name} {value:.4g}" for name, value in list(entry.scores.items())[:2])
+    scores = ", ".join([f"{name} {value:.4g}" for name, value in islice(entry.scores.items(), 2)])
     rank = "" if entry.rank is None else str(entry.rank)
     return [entry.name, entry.kind, f"{entry.size:,}", rank, entry.base, entry.skill, scores]
 
