@@ -94,8 +94,10 @@ def compose(
 
       cgmerge compose merged/cgmerge.json -o again
     """
+    from cgmerge.inputs import refuse_inputs
     from cgmerge.modules.compose import check_outputs, make_plan
     from cgmerge.modules.recipe import (
+        RECORD,
         ExpertRef,
         Recipe,
         is_recipe,
@@ -132,6 +134,8 @@ def compose(
         _finish_dry_run(plan, output)
         return
     check_outputs(plan, out, overwrite=overwrite)
+    own = is_recipe(experts) and Path(experts[0]).name != RECORD  # a record may be repeated
+    refuse_inputs(out, [*map(Path, experts if own else []), *_files_of(tune)])
     if skills:
         plan = make_plan(_tuned(plan, skills, budget, output))
     _run(plan, out, overwrite=overwrite, output=output)
@@ -148,6 +152,14 @@ def _validation(plan: "Plan", tune: list[str] | None) -> "list[SkillSet]":
         raise UsageError("--tune scores merges on the base", code="base", hint="add --base BASE")
     check_open(plan)
     return read_skills(tune)
+
+
+def _files_of(tune: list[str] | None) -> list[Path]:
+    if not tune:
+        return []
+    from cgmerge.evals.suite import split_name
+
+    return [Path(split_name(spec)[1]) for spec in tune]
 
 
 def _tuned(plan: "Plan", skills: "list[SkillSet]", budget: int, output: Output) -> "Recipe":

@@ -12,6 +12,7 @@ from cgmerge.cli import options
 from cgmerge.cli.compressreport import SCHEMA, report, warn_of, warn_of_unused
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
+from cgmerge.quoting import quoted
 
 if TYPE_CHECKING:
     from cgmerge.evals.compression import Kept
@@ -120,7 +121,7 @@ def compress(
 
         full = plan_full(expert, request, opened)
         skills = _validation(opened, calibrate)
-        _check_out(full.expert.folder, out, overwrite=overwrite)
+        _check_out([full.expert.folder], opened, out, overwrite=overwrite)
         compress_full(full, None if dry_run else out, skills, overwrite=overwrite, output=output)
         return
     if lossless:
@@ -134,7 +135,7 @@ def compress(
         return
     plan = make_plan(expert, request, opened, force_base=force_base)
     skills = _validation(opened, calibrate)
-    _check_out(plan.expert.folder, out, overwrite=overwrite)
+    _check_out([plan.expert.folder], opened, out, overwrite=overwrite)
     _show(plan, output)
     if dry_run or out is None:
         output.line("ok", "nothing written (dry run)")
@@ -189,7 +190,7 @@ def _lossless(plan: "Plan", out: Path | None, *, overwrite: bool, output: Output
     """Write an adapter as it is."""
     from cgmerge.modules.compress.lossless import write_lossless
 
-    _check_out(plan.expert.folder, out, overwrite=overwrite)
+    _check_out([plan.expert.folder], plan.base, out, overwrite=overwrite)
     output.line("plan", f"lossless: {plan.expert.name}, {plan.entries:,} parameters")
     for warning in plan.warnings:
         output.warn(warning)
@@ -252,18 +253,19 @@ def _show(plan: "Plan", output: Output) -> None:
         output.warn(warning)
 
 
-def _check_out(folder: Path, out: Path | None, *, overwrite: bool) -> None:
+def _check_out(
+    inputs: list[Path], base: "Base | None", out: Path | None, *, overwrite: bool
+) -> None:
     from cgmerge import fs
+    from cgmerge.inputs import refuse_inputs
 
     if out is None:
         return
     if out.suffix != ".cge":
-        raise UsageError(
-            f"--out {out} does not end in .cge", code="out", hint=f"-o {out.name or 'expert'}.cge"
-        )
+        better = quoted(f"{out.name or 'expert'}.cge")
+        raise UsageError(f"--out {out} does not end in .cge", code="out", hint=f"-o {better}")
     target = fs.absolute(out)
-    if folder.resolve() in target.resolve().parents:
-        raise UsageError(f"--out {out} lies inside the expert", code="out_inside")
+    refuse_inputs(out, [*inputs, *([base.folder] if base else [])])
     if out.is_dir():
         raise UsageError(f"{out} is a folder", code="out_is_folder", hint="name a file")
     if not out.exists():

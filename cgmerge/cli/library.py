@@ -82,13 +82,14 @@ def add(
       cgmerge add s3://bucket/experts sort --name sort-v2 --license apache-2.0
     """
     from cgmerge.modules.library.admit import admit
-    from cgmerge.modules.library.share import add_to, check_free
+    from cgmerge.modules.library.share import add_to, check_free, refuse_nested
     from cgmerge.modules.library.store import open_store
 
     output = Output(as_json=as_json, quiet=quiet)
     if name is not None and len(experts) > 1:
         raise UsageError("--name takes one expert", code="name", hint="add them one by one")
     store = open_store(library)
+    refuse_nested(library, experts)
     items = [admit(ref, name=name, licence=licence, tags=tags or []) for ref in experts]
     check_free(store, items, overwrite=overwrite)
     done = None if dry_run else add_to(store, items, overwrite=overwrite)

@@ -158,6 +158,11 @@ def path_of(expert: Expert, kind: str) -> Path:
     return path.with_stem(f"{path.stem}-layerwise") if kind == "layerwise" else path
 
 
+def is_stats_name(name: str) -> bool:
+    """Whether a file in an expert's folder is one of its statistics, by its name."""
+    return name.startswith("cgmerge-stats")
+
+
 class StatsFile(Mapping[str, Tensor]):
     """One kind of statistics of one expert: module to tensor (float64), read when asked for.
 
