@@ -8,6 +8,7 @@ import typer
 from cgmerge.cli import options
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
+from cgmerge.quoting import quoted
 
 if TYPE_CHECKING:
     from cgmerge.evals.suite import SkillSet
@@ -211,7 +212,10 @@ def _run(plan: "Plan", out: Path, *, overwrite: bool, output: Output) -> None:
     for path, report in composed.modules.items():
         output.detail("module", f"{path}: norm {report.norm:.4g}, error {report.error:.3%}")
     output.line("wrote", f"{out} ({size / 1e6:.2f} MB, ‖ΔW‖ {composed.norm:.4g})")
-    output.hint(f"measure it: cgmerge eval {out} --base {_base_word(plan)} --data TEST.jsonl")
+    output.hint(
+        f"measure it: cgmerge eval {quoted(out)} --base {quoted(_base_word(plan))}"
+        " --data TEST.jsonl"
+    )
     output.result("cgmerge.compose/1", {"out": str(out), **describe(composed)}, short=str(out))
 
 

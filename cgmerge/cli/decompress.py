@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def decompress(
-    file: Annotated[Path, typer.Argument(metavar="FILE.cge", help="Compressed expert")],
+    ref: Annotated[
+        str, typer.Argument(metavar="FILE.cge", help="Compressed expert, also LIB/NAME or a URL")
+    ],
     out: options.Out,
     base: Annotated[
         str | None, typer.Option("--base", help="Base model; needed for full models")
@@ -43,6 +45,7 @@ def decompress(
     from cgmerge.modules.compress.wholemodel import is_whole, need_base
 
     output = Output(as_json=as_json, quiet=quiet)
+    file = _compressed(ref)
     opened = None if base is None else open_base(base)
     if not is_whole(file):
         if dtype != "auto":
@@ -65,6 +68,21 @@ def decompress(
     output.hint(f"measure it: {_evaluation(out, opened.ref)}")
     known: dict[str, Any] = {"id": opened.ref, "fingerprint": opened.fingerprint}
     _finish(file, out, found.size, found.mode, facts | {"kind": "model", "base": known}, output)
+
+
+def _compressed(ref: str) -> Path:
+    """Return the file that a reference means, as for every other command."""
+    from cgmerge.modules.expert import COMPRESSED, compressed_file
+    from cgmerge.refs import local_place
+
+    place = local_place(ref, what="compressed expert", suffix=COMPRESSED)
+    file = compressed_file(place)
+    if file is None:
+        raise UsageError(
+            f"{ref} is a folder without a compressed expert in it", code="file",
+            hint="name a .cge file",
+        )  # fmt: skip
+    return file
 
 
 def _adapter(

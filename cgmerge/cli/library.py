@@ -8,6 +8,7 @@ import typer
 from cgmerge.cli import options
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
+from cgmerge.quoting import quoted
 
 if TYPE_CHECKING:
     from cgmerge.modules.library.entry import Entry
@@ -45,7 +46,7 @@ def ls(
         columns = ["name", "kind", "bytes", "rank", "base", "skill", "scores"]
         output.table(columns, [_row(entry) for entry in entries], words=True)
     elif not found.bad:
-        output.hint(f"nothing there yet: cgmerge add {library} EXPERT")
+        output.hint(f"nothing there yet: cgmerge add {quoted(library)} EXPERT")
     output.result(
         "cgmerge.ls/1",
         {
@@ -140,7 +141,7 @@ def rm(
         raise UsageError(
             "nothing to remove" if not names else "names and --unreferenced exclude each other",
             code="names",
-            hint=f"cgmerge rm {library} NAME, or cgmerge rm {library} --unreferenced",
+            hint=f"cgmerge rm {quoted(library)} NAME, or in place of NAME --unreferenced",
         )
     done = remove_from(open_library(library), names or [], dry_run=dry_run)
     verb = "would go" if dry_run else "removed"
@@ -214,4 +215,4 @@ def _row(entry: "Entry") -> list[str]:
 
 def _hint_use(library: str, entry: "Entry", output: Output) -> None:
     if entry.kind != "full":
-        output.hint(f"use it: cgmerge compose {library}/{entry.name} … -o OUT")
+        output.hint(f"use it: cgmerge compose {quoted(f'{library}/{entry.name}')} … -o OUT")

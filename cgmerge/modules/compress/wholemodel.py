@@ -24,7 +24,8 @@ def uses_of(path: Path) -> str:
     base = quoted(str(read_manifest(path)["base"]["id"])[:200])
     return (
         f"it needs its base: cgmerge decompress {quoted(path)} --base {base} -o MODEL writes the"
-        f" model, cgmerge compose {quoted(path)} OTHER --base {base} --as model -o MODEL merges it"
+        f" model, cgmerge compose {quoted(path)} OTHER --base {base} --as model -o MODEL merges it;"
+        f" cgmerge extract MODEL --base {base} --rank 16 -o OUT makes an adapter of the model"
     )
 
 

@@ -32,6 +32,7 @@ from cgmerge.modules.library.store import (
     open_store,
 )
 from cgmerge.nearest import nearest
+from cgmerge.quoting import quoted
 
 _TRIES, _PAUSE = 5, 0.02
 
@@ -65,7 +66,7 @@ def open_library(ref: str) -> Store:
         raise NotFound(
             f"{ref} is no library: {there}",
             code="library",
-            hint=f"make one: cgmerge add {ref} EXPERT",
+            hint=f"make one: cgmerge add {quoted(ref)} EXPERT",
             path=ref,
         )
     return store
@@ -146,7 +147,7 @@ def find(store: Store, name: str) -> Entry:
     shown = (
         f"similar: {', '.join(near)}"
         if near
-        else f"cgmerge ls {store.url} lists all {len(known):,}"
+        else f"cgmerge ls {quoted(store.url)} lists all {len(known):,}"
     )
     raise NotFound(
         f"no expert {name[:120]!r} in the library {store.url}", code="entry", hint=shown, path=path
@@ -169,7 +170,8 @@ def settled(store: Store, name: str) -> Entry:
     raise Damaged(
         f"the expert {name} of {store.url} is incomplete: {', '.join(missing)}",
         code="object",
-        hint=f"cgmerge verify {store.url} lists all damage; add the expert again with --overwrite",
+        hint=f"cgmerge verify {quoted(store.url)} lists all damage; add the expert again with"
+        " --overwrite",
         path=f"{OBJECTS}/{entry.digest}",
         found=missing,
     )
