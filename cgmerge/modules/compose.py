@@ -23,6 +23,7 @@ from cgmerge.modules.compose_record import base_record, experts_record, write_re
 from cgmerge.modules.compose_stats import open_stats
 from cgmerge.modules.expert import COMPRESSED, Expert, compressed_file, is_adapter, open_expert
 from cgmerge.modules.recipe import ExpertRef, Recipe
+from cgmerge.quoting import quoted
 from cgmerge.refs import local_place
 
 if TYPE_CHECKING:
@@ -319,12 +320,16 @@ def _open(ref: str, recipe: Recipe, base: Base | None) -> "AnyExpert":
     if whole is None and (is_adapter(folder) or not (folder / "config.json").exists()):
         return open_expert(ref, base=base)
     if base is None or recipe.form != "model":
-        shown = recipe.base or "BASE"
+        from cgmerge.modules.compress.wholemodel import uses_of
+
+        shown = quoted(recipe.base or "BASE")
         raise UsageError(
             f"{ref} is a full model, not an adapter; full models are composed to a full model",
             code="full_model",
             hint=f"add --base {shown} --as model, or make an adapter of it:"
-            f" cgmerge extract {ref} --base {shown} --rank 16 -o OUT",
+            f" cgmerge extract {quoted(ref)} --base {shown} --rank 16 -o OUT"
+            if whole is None
+            else f"add --base {shown} --as model; {uses_of(whole)}",
             path=folder,
         )
     if whole is not None:

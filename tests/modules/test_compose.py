@@ -340,10 +340,16 @@ def test_existing_output_is_kept_unless_told(experts):
     assert support.folder_bytes(experts / "out") != before
 
 
-def test_output_may_replace_an_input(experts):
-    expected = weighted_sum((experts / "E1", 1.0), (experts / "E2", 1.0))
-    composed(experts / "E1", experts / "E1", experts / "E2", overwrite=True)
-    assert support.relative(support.dense_deltas(experts / "E1"), expected) < 1e-6
+def test_output_never_replaces_an_input(experts):
+    before = support.folder_bytes(experts / "E1")
+    (experts / "link").symlink_to("E1")
+    for out in (experts / "E1", experts / "link"):
+        with pytest.raises(UsageError, match="inputs are never replaced") as caught:
+            composed(out, experts / "E1", experts / "E2", overwrite=True)
+        assert caught.value.code == "usage.out_is_input"
+    with pytest.raises(UsageError, match="inputs are never replaced"):
+        composed(experts / "E1", experts / "link", experts / "E2", overwrite=True)
+    assert support.folder_bytes(experts / "E1") == before
 
 
 def test_output_inside_an_input_is_refused(experts):
