@@ -43,9 +43,9 @@ class Mark:
     loss: float
     score: float
 
-    def as_dict(self) -> dict[str, float]:
-        """Return it for the record."""
-        return {"loss": self.loss, "score": self.score}
+    def as_dict(self) -> dict[str, float | None]:
+        """Return it for the record, where NaN and infinity cannot stand."""
+        return {"loss": self.loss if math.isfinite(self.loss) else None, "score": self.score}
 
 
 class Support:
@@ -200,9 +200,10 @@ class _Run:
                     loss = loss + self.steps.penalty(batch) * float(weights.sum())
                 whole += float(loss.detach())
                 loss.backward()
-        self.curve.append(whole)
         if self.full:
             self.note(whole)
+        if math.isfinite(whole):
+            self.curve.append(whole)
         return whole
 
     def look(self) -> None:
