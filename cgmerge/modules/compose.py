@@ -36,6 +36,9 @@ Progress = Callable[[int], None]
 
 _SUSPICIOUS = 1e-2  # below this norm a result is compared with the experts' own
 _NOISE = 1e-6
+LARGE_LOSS = 0.1
+"""Share of ‖ΔW‖ that a rank may lose before it is warned of."""
+
 EVEN_LOSS = 1e-3
 """Share of a delta from which on it matters which directions a lower rank leaves out."""
 
@@ -150,8 +153,13 @@ class Composed:
     @property
     def truncation_error(self) -> float:
         """Return ‖ΔW − written‖ / ‖ΔW‖ over all modules, from the truncation alone."""
-        lost = sum((report.norm * report.error) ** 2 for report in self.modules.values())
-        return math.sqrt(lost) / self.norm if self.norm else 0.0
+        return _truncation_error(self.modules)
+
+
+def _truncation_error(modules: Mapping[str, ModuleReport]) -> float:
+    lost = sum((report.norm * report.error) ** 2 for report in modules.values())
+    total = math.sqrt(sum(report.norm**2 for report in modules.values()))
+    return math.sqrt(lost) / total if total else 0.0
 
 
 def make_plan(recipe: Recipe) -> Plan:
@@ -469,6 +477,12 @@ def _result_warnings(plan: Plan, modules: dict[str, ModuleReport], rounding: flo
         warnings.append(
             f"with {known} all directions weigh the same, and rank {plan.rank} keeps arbitrary"
             " ones; use --rank exact, or a slightly smaller value to keep the leading ones"
+        )
+    truncated = _truncation_error(modules)
+    if truncated > LARGE_LOSS:
+        better = "--rank exact loses nothing" if plan.rule.low_rank else "--as model has no rank"
+        warnings.append(
+            f"rank {plan.rank} loses {truncated:.0%} of ‖ΔW‖: a larger --rank keeps more, {better}"
         )
     if rounding > 0.01:
         warnings.append(

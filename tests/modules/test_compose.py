@@ -559,3 +559,23 @@ def test_cutting_equal_singular_values_is_said_to_be_arbitrary(experts):
     whole = composed(experts / "whole", *pair, method="iso-c", rank="exact")
     slanted = composed(experts / "s", *pair, method="iso-c", rank=4, params={"flatten": 0.99})
     assert not any(words in text for text in [*whole.warnings, *slanted.warnings])
+
+
+def test_a_large_loss_is_warned_of(experts):
+    refs = experts / "E1", experts / "E2"
+    rank = composed(experts / "exact", *refs, rank="exact").plan.rank
+    low = composed(experts / "low", *refs, rank=1)
+    assert low.truncation_error > 0.1
+    (warning,) = [text for text in low.warnings if "loses" in text]
+    assert f"rank 1 loses {low.truncation_error:.0%} of ‖ΔW‖" in warning
+    assert "--rank exact" in warning
+    assert "larger --rank" in warning
+    recorded = json.loads((experts / "low" / "cgmerge.json").read_text())["warnings"]
+    assert warning in recorded
+    high = composed(experts / "high", *refs, rank=rank)
+    assert not [text for text in high.warnings if "loses" in text]
+    (warning,) = [
+        t for t in composed(experts / "t", *refs, method="ties", rank=1).warnings if "loses" in t
+    ]
+    assert "--rank exact" not in warning
+    assert "--as model" in warning
