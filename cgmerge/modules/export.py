@@ -82,10 +82,11 @@ def export(
         written: dict[str, str] = {}
         ranks, errors = [], []
         if not single:
-            (stage / ADAPTERS).mkdir()
+            fs.make_folder(stage / ADAPTERS)
         for name, deltas in adapters.items():
             place = stage if single else stage / ADAPTERS / name
-            place.mkdir(exist_ok=True)
+            if not single:
+                fs.make_folder(place)
             kept, error = _write(place, deltas, name, composition, rank)
             written[name] = "." if single else f"{ADAPTERS}/{name}"
             ranks.append(kept)

@@ -108,7 +108,7 @@ def save_composition(out: Path, contents: Contents, *, overwrite: bool = False) 
     """
     out = fs.absolute(out)
     with fs.new_folder(out, overwrite=overwrite) as stage:
-        (stage / EXPERTS).mkdir()
+        fs.make_folder(stage / EXPERTS)
         for member in contents.members:
             _write_member(stage / EXPERTS / member.name, member, contents.base)
         tensors = contents.router.tensors()
@@ -133,7 +133,7 @@ def _plain(tensor: "Tensor") -> "Tensor":
 
 
 def _write_member(folder: Path, member: Member, base: BaseId) -> None:
-    folder.mkdir()
+    fs.make_folder(folder)
     expert = member.expert
     if member.deltas is not None:
         rank = max(delta.rank for delta in member.deltas.values())
