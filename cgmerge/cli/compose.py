@@ -121,62 +121,24 @@ def compose(
       cgmerge compose merged/cgmerge.json -o again
     """
     from cgmerge.cli.learned import learning_of
-    from cgmerge.cli.routed import (
-        compose_routed,
-        refuse_routed_options,
-        refuse_static_options,
-        routed_request,
-    )
+    from cgmerge.cli.routed import run_routed_method
     from cgmerge.inputs import refuse_inputs
     from cgmerge.modules.compose import check_outputs, make_plan
-    from cgmerge.modules.recipe import (
-        RECORD,
-        ExpertRef,
-        Recipe,
-        is_recipe,
-        parse_form,
-        parse_rank,
-        read_recipe,
-    )
-    from cgmerge.refs import parse_weighted
 
     output = Output(as_json=as_json, quiet=quiet, verbose=verbose)
     if out is None and not dry_run:
         raise UsageError("no output folder", code="out", hint="add -o OUT (or --dry-run)")
-    asked = routed_request(
-        experts,
-        method,
-        _params(settings or [], None) | ({} if top_k is None else {"top_k": top_k}),
-        base=base,
-        examples=tuple(examples or ()),
-        subtract=subtract,
-        seed=seed,
-        force_base=force_base,
-    )
-    if asked is not None:
-        static = {"--scale": scale, "--rank": rank, "--as": form, "--tune": tune, "--dtype": dtype}
-        static |= {"--allow-noop": allow_noop, "--allow-rounding": allow_rounding}
-        refuse_static_options(static, asked.method)
-        compose_routed(asked, out, output, overwrite=overwrite, dry_run=dry_run)
-        return
-    refuse_routed_options({"--top-k": top_k, "--subtract": subtract}, method or "ties")
-    given: dict[str, Any] = {
-        "method": method,
-        "base": base,
-        "dtype": dtype,
-        "rank": parse_rank(rank) if rank is not None else None,
-        "form": parse_form(form) if form is not None else None,
-        "force_base": force_base or None,
-        "allow_noop": allow_noop or None,
-        "allow_rounding": allow_rounding or None,
-    }
-    changes = {key: value for key, value in given.items() if value is not None}
     params = _params(settings or [], scale)
-    if is_recipe(experts):
-        recipe = _changed(read_recipe(Path(experts[0])), changes, params)
-    else:
-        refs = tuple(ExpertRef(*parse_weighted(text)) for text in experts)
-        recipe = Recipe(experts=refs, **{"method": "ties", **changes}, params=params)
+    static = {"--scale": scale, "--rank": rank, "--as": form, "--tune": tune, "--dtype": dtype}
+    static |= {"--allow-noop": allow_noop, "--allow-rounding": allow_rounding}
+    asked = {"params": params, "base": base, "examples": tuple(examples or ())}
+    asked |= {"top_k": top_k, "subtract": subtract, "seed": seed, "force_base": force_base}
+    files = {"out": out, "overwrite": overwrite, "dry_run": dry_run}
+    if run_routed_method(experts, method, asked, static, files, output):
+        return
+    given = {"method": method, "base": base, "dtype": dtype, "rank": rank, "form": form}
+    given |= {"force_base": force_base or None, "allow_noop": allow_noop or None}
+    recipe = _recipe(experts, given | {"allow_rounding": allow_rounding or None}, params)
     learning = learning_of(recipe, examples, tuned=bool(tune))
     plan = make_plan(learning.recipe if learning else recipe)
     if learning:
@@ -187,13 +149,42 @@ def compose(
         _finish_dry_run(plan, output)
         return
     check_outputs(plan, out, overwrite=overwrite)
-    own = is_recipe(experts) and Path(experts[0]).name != RECORD  # a record may be repeated
-    refuse_inputs(out, [*map(Path, experts if own else []), *_files_of(tune), *_files_of(examples)])
+    refuse_inputs(out, [*_own_recipe(experts), *_files_of(tune), *_files_of(examples)])
     if skills:
         plan = make_plan(_tuned(plan, skills, budget, output))
     if learning:
         plan = make_plan(learning.learned(plan, output))
     _run(plan, out, overwrite=overwrite, output=output)
+
+
+def _recipe(experts: list[str], given: dict[str, Any], params: dict[str, Any]) -> "Recipe":
+    """Read the recipe that is named, or make one of the experts; options override."""
+    from cgmerge.modules.recipe import (
+        ExpertRef,
+        Recipe,
+        is_recipe,
+        parse_form,
+        parse_rank,
+        read_recipe,
+    )
+    from cgmerge.refs import parse_weighted
+
+    changes = {key: value for key, value in given.items() if value is not None}
+    for key, parse in (("rank", parse_rank), ("form", parse_form)):
+        if key in changes:
+            changes[key] = parse(changes[key])
+    if is_recipe(experts):
+        return _changed(read_recipe(Path(experts[0])), changes, params)
+    refs = tuple(ExpertRef(*parse_weighted(text)) for text in experts)
+    return Recipe(experts=refs, **{"method": "ties", **changes}, params=params)
+
+
+def _own_recipe(experts: list[str]) -> list[Path]:
+    """Return the user's own recipe file; the record of a result may be repeated over itself."""
+    from cgmerge.modules.recipe import RECORD, is_recipe
+
+    own = is_recipe(experts) and Path(experts[0]).name != RECORD
+    return [Path(experts[0])] if own else []
 
 
 def _validation(plan: "Plan", tune: list[str] | None) -> "list[SkillSet]":

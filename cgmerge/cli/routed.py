@@ -1,6 +1,6 @@
 """`cgmerge compose` with a method that routes: the result is a folder of experts and a router."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,44 +14,59 @@ if TYPE_CHECKING:
     from cgmerge.modules.composition import Composition
 
 
-def routed_request(
+def run_routed_method(
     experts: list[str],
     method: str | None,
-    params: dict[str, Any],
-    *,
-    base: str | None,
-    examples: tuple[str, ...],
-    subtract: str | None,
-    seed: int,
-    force_base: bool,
-) -> "Request | None":
-    """Return what is asked of a router, or None where the method merges.
+    asked: Mapping[str, Any],
+    static: Mapping[str, Any],
+    files: Mapping[str, Any],
+    output: "Output",
+) -> bool:
+    """Compose with a router where the method is one.
 
     Args:
         experts: Words of the command line: experts, or the record of an earlier composition.
         method: As given; None for the default or that of the record.
-        params: From `--set` and `--top-k`.
-        base: As given.
-        examples: As given.
-        subtract: `[NAME=]EXPERT`.
-        seed: Of everything random.
-        force_base: Accept experts of another base.
+        asked: Options that routers have.
+        static: Options that mean something for merges only, by their names.
+        files: `out`, `overwrite` and `dry_run`.
+        output: Who is told.
+
+    Returns:
+        Whether it was one.
+
+    Raises:
+        UsageError: Options of the other kind.
     """
+    request = _request(experts, method, dict(asked))
+    if request is None:
+        routed = {"--top-k": asked["top_k"], "--subtract": asked["subtract"]}
+        refuse_routed_options(routed, method or "ties")
+        return False
+    refuse_static_options(static, request.method)
+    compose_routed(
+        request,
+        files["out"],
+        output,
+        overwrite=files["overwrite"],
+        dry_run=files["dry_run"],
+    )
+    return True
+
+
+def _request(experts: list[str], method: str | None, asked: dict[str, Any]) -> "Request | None":
+    """Return what is asked of a router, or None where the method merges."""
     from cgmerge.evals.routed import Request, Subtraction, read_request
     from cgmerge.evals.suite import split_name
     from cgmerge.modules.recipe import ExpertRef, is_recipe
     from cgmerge.modules.routing.methods import find_routed
     from cgmerge.refs import parse_weighted
 
+    subtract, top_k = asked.pop("subtract"), asked.pop("top_k")
     taken = None if subtract is None else Subtraction(split_name(subtract)[1])
-    changes: dict[str, Any] = {
-        "params": params,
-        "base": base,
-        "examples": examples,
-        "subtraction": taken,
-        "seed": seed,
-        "force_base": force_base,
-    }
+    chosen = {} if top_k is None else {"top_k": top_k}
+    changes = asked | {"subtraction": taken, "params": {**asked["params"], **chosen}}
+    changes["params"].pop("scale", None)  # refused by name where it was given
     if is_recipe(experts):
         record = read_request(Path(experts[0]))
         if record is None or (method is not None and method != record.method):
@@ -158,7 +173,7 @@ def _fields(plan: "RoutedPlan", found: "Composition | None") -> dict[str, Any]:
     }
 
 
-def refuse_static_options(given: dict[str, Any], method: str) -> None:
+def refuse_static_options(given: Mapping[str, Any], method: str) -> None:
     """Refuse options of `compose` that mean nothing for a router.
 
     Raises:
@@ -173,7 +188,7 @@ def refuse_static_options(given: dict[str, Any], method: str) -> None:
             )
 
 
-def refuse_routed_options(given: dict[str, Any], method: str) -> None:
+def refuse_routed_options(given: Mapping[str, Any], method: str) -> None:
     """Refuse options that mean something for routers only.
 
     Raises:
