@@ -210,8 +210,8 @@ def _table(composition: Composition, exported: Exported) -> dict[str, Any]:
     vectors = {name: tensor.tolist() for name, tensor in router.tensors().items()}
     rule = (
         "embed the prompt: mean of the base's last hidden states over its tokens, begin token left"
-        " out; subtract `centre`, scale to length 1; the adapter whose row of `centroids` has the"
-        " largest product with it"
+        " out; x minus `centre`, minus noiseᵀ·(noise·x) where there is `noise`, scaled to length 1;"
+        " the adapter whose row of `centroids` has the largest product with it"
     )
     return table | {"rule": rule, **router.settings(), **vectors}
 

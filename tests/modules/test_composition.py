@@ -44,8 +44,9 @@ def spectral(experts, directions=1, top_k=2):
 def retrieval(top_k=1):
     generator = torch.Generator().manual_seed(4)
     width = tiny().model.config.hidden_size
+    noise = torch.linalg.qr(torch.randn(width, 2, generator=generator)).Q.T.contiguous()
     centroids = torch.nn.functional.normalize(torch.randn(3, width, generator=generator), dim=1)
-    return RetrievalRouter(centroids, torch.zeros(width), Choice(top_k))
+    return RetrievalRouter(centroids, torch.zeros(width), noise, Choice(top_k))
 
 
 def save(folder, experts, router, **changes):

@@ -30,6 +30,9 @@ def check_router(router: Router, experts: Sequence[Sizes], source: str) -> None:
         width = router.centre.shape
         _same(tuple(router.centroids.shape), (count, *width), f"{source}: centroids")
         _same(len(width), 1, f"{source}: dimensions of the centre")
+        if router.noise is not None:
+            found = tuple(router.noise.shape)
+            _same(found, (found[0] if found else 0, *width), f"{source}: noise")
     elif isinstance(router, TokenRouter):
         _check_tokens(router, experts, source)
 
@@ -61,12 +64,15 @@ def _check_rule(rule: TokenRule, count: int, width: int | None, where: str) -> N
 
 
 def _check_rows(scorer: Scorer, count: int, width: int | None, where: str) -> None:
-    if scorer.rows is not None:
+    if isinstance(scorer, Energy):
+        if scorer.rows is not None:
+            raise Damaged(f"{where}: an energy scorer with rows", code="router")
+    elif scorer.rows is not None:
         found = tuple(scorer.rows.shape)
         lines = count * scorer.width if isinstance(scorer, Subspace) else count
         into = found[-1] if width is None else width
         _same(found, (lines, into), f"{where}: rows")
-    elif not isinstance(scorer, Energy):
+    else:
         raise Damaged(f"{where}: a {scorer.form} scorer without rows", code="router")
 
 
