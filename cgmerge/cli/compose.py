@@ -131,12 +131,18 @@ def compose(
     params = _params(settings or [], scale)
     static = {"--scale": scale, "--rank": rank, "--as": form, "--tune": tune, "--dtype": dtype}
     static |= {"--allow-noop": allow_noop, "--allow-rounding": allow_rounding}
-    asked = {"params": params, "base": base, "examples": tuple(examples or ())}
+    asked: dict[str, Any] = {"params": params, "base": base, "examples": tuple(examples or ())}
     asked |= {"top_k": top_k, "subtract": subtract, "seed": seed, "force_base": force_base}
     files = {"out": out, "overwrite": overwrite, "dry_run": dry_run}
     if run_routed_method(experts, method, asked, static, files, output):
         return
-    given = {"method": method, "base": base, "dtype": dtype, "rank": rank, "form": form}
+    given: dict[str, Any] = {
+        "method": method,
+        "base": base,
+        "dtype": dtype,
+        "rank": rank,
+        "form": form,
+    }
     given |= {"force_base": force_base or None, "allow_noop": allow_noop or None}
     recipe = _recipe(experts, given | {"allow_rounding": allow_rounding or None}, params)
     learning = learning_of(recipe, examples, tuned=bool(tune))
