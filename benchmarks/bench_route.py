@@ -83,8 +83,8 @@ def ours(kind: str, model: Any, folder: Path, count: int, undo: ExitStack) -> Ma
     from cgmerge.modules.routing.attach import routed
     from cgmerge.modules.routing.choice import Choice
     from cgmerge.modules.routing.kernels import RowPlan
-    from cgmerge.modules.routing.rule import TokenRule
     from cgmerge.modules.routing.router import TaskRouter, TokenRouter
+    from cgmerge.modules.routing.rule import TokenRule
     from cgmerge.modules.routing.scores import Gate
     from cgmerge.modules.routing.spectral import spectral_router
     from cgmerge.modules.routing.stack import stacks
