@@ -84,6 +84,12 @@ def export(
         if not single:
             (stage / ADAPTERS).mkdir()
         for name, deltas in adapters.items():
+            if not deltas:
+                raise Incompatible(
+                    f"task {name} uses no expert at all: there is no adapter to write",
+                    code="no_effect",
+                    hint="serve the base for it",
+                )
             place = stage if single else stage / ADAPTERS / name
             place.mkdir(exist_ok=True)
             kept, error = _write(place, deltas, name, composition, rank)
