@@ -142,7 +142,7 @@ def train(
     resumes = resume is not False
     try:
         if modular is not None:
-            unused = {"--data": data, "--skill": skill, "--resume": resume}
+            unused: dict[str, Any] = {"--data": data, "--skill": skill, "--resume": resume}
             unused |= {"--load-in-4bit": load_in_4bit, "--checkpoint-steps": checkpoint_steps}
             _modular(recipe, modular, out_too, unused, output, (overwrite, dry_run))
             return

@@ -13,7 +13,6 @@ from cgmerge.modules.modular.inventory import Frame
 from cgmerge.modules.modular.settings import ModularParams
 from cgmerge.modules.routing.attach import place_of
 from cgmerge.modules.routing.files import is_routed
-from cgmerge.modules.training.adapter import siblings
 from cgmerge.modules.training.defaults import choose
 from cgmerge.modules.training.plan import Plan, make_plan
 from cgmerge.modules.training.processes import process_count
@@ -60,8 +59,7 @@ class ModularPlan:
     @cached_property
     def frame(self) -> Frame:
         """Return the sizes of what is learned."""
-        written = [*self.joint.targets, *siblings(self.joint)]
-        layers = tuple(dict.fromkeys(map(place_of, written)))
+        layers = tuple(dict.fromkeys(map(place_of, self.joint.targets)))
         rank = self.joint.settings.rank
         return Frame(
             targets=self.joint.targets,

@@ -168,13 +168,10 @@ def base_name(base: Base) -> str:
     return base.ref if plain else base.folder.name
 
 
-def siblings(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Return layers without a LoRA where other layers have it, with (out, in)."""
-    return missing_siblings(plan.targets)
-
-
 def write_factors(stage: Path, factors: Factors, plan: Plan) -> None:
-    """Write an adapter into a staged folder; siblings get a zero LoRA, as loaders go by type.
+    """Write an adapter into a staged folder.
+
+    Layers without a LoRA where other layers have it get a zero one: loaders go by type.
 
     Args:
         stage: An empty folder.
@@ -186,7 +183,7 @@ def write_factors(stage: Path, factors: Factors, plan: Plan) -> None:
     rank = plan.settings.rank
     zeros = {
         path: (torch.zeros(rank, width), torch.zeros(out, rank))
-        for path, (out, width) in siblings(plan).items()
+        for path, (out, width) in missing_siblings(plan.targets).items()
     }
     form = AdapterForm(
         rank=rank,
