@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Waiting threads give their core to others: on a busy machine spinning ones are many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint types bench bench-merge bench-codec bench-compress real real-compress real-methods methods base kills fuzz docs wheel clean setup
+.PHONY: demo test lint types bench bench-merge bench-codec bench-compress bench-route tiny-route real-route real real-compress real-methods methods base kills fuzz docs wheel clean setup
 
 setup: $(STAMP)
 
@@ -31,7 +31,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-bench: bench-merge bench-compress  ## all benchmarks against the peers
+bench: bench-merge bench-compress bench-route  ## all benchmarks against the peers
 
 bench-merge: $(STAMP)  ## speed and memory against peft, and mergekit with PEERS=its python
 	$(BIN)/python benchmarks/bench_merge.py --out benchmarks/results/bench_merge.json \
@@ -41,6 +41,15 @@ bench-compress: $(STAMP)  ## codec, ternary merging, and size against kept gain 
 	$(BIN)/python benchmarks/codec_speed.py
 	$(BIN)/python benchmarks/ternary_merge.py --out benchmarks/results/ternary_merge.json
 	$(BIN)/python benchmarks/compress_study.py tiny --from cgmerge-methods/seed-0
+
+bench-route: $(STAMP)  ## what routing costs, beside peft's routers
+	$(BIN)/python benchmarks/bench_route.py --out benchmarks/results/bench_route.json
+
+tiny-route: $(STAMP)  ## merging, learned coefficients and routing on the embedded base (tens of minutes)
+	$(BIN)/python benchmarks/route_study.py tiny --out cgmerge-routes
+
+real-route: $(STAMP) $(VENV)/.smollm2  ## the same on what `make real` left (tens of minutes)
+	$(BIN)/python benchmarks/route_study.py real --from cgmerge-real --out cgmerge-routes
 
 real-compress: $(STAMP) $(VENV)/.smollm2  ## size against kept gain on what `make real` left
 	$(BIN)/python benchmarks/compress_study.py real --from cgmerge-real --ratios 8,16,24

@@ -130,11 +130,11 @@ def peer(kind: str, model: Any, folder: Path, count: int) -> tuple[Any, dict[str
     if kind == "peft x-lora":
         from peft import XLoraConfig, get_peft_model
 
-        config = XLoraConfig(
+        mixed = XLoraConfig(
             task_type="CAUSAL_LM", hidden_size=512, xlora_depth=1,
             adapters={f"e{e}": path for e, path in enumerate(paths)},
         )  # fmt: skip
-        return get_peft_model(model, config), {}
+        return get_peft_model(model, mixed), {}
     wrapped = PeftModel.from_pretrained(model, paths[0], adapter_name="e0")
     if kind == "peft lora":
         return wrapped, {}
@@ -188,7 +188,9 @@ def measure(kind: str, count: int, folder: Path, repeat: int, device: str) -> di
             found["base_s"][name] = timed(_forward(model, ids, {}), repeat, now)
         found["base_s"]["decode"] = timed(_decode(model, inputs["1x64"]), max(repeat // 2, 1), now)
         before = peak_mb()
-        wrapped, options, told = model, {}, {}
+        wrapped: Any = model
+        options: dict[str, Any] = {}
+        told: Mapping[str, Any] = {}
         if kind in OURS:
             told = ours(kind, model, folder, count, undo)
         elif kind != "base":

@@ -176,7 +176,9 @@ def table(results: dict[str, Any], groups: Sequence[str]) -> list[str]:
         two = " (2 experts)" if runs[0].get("experts") == 2 else ""
         pooled.append((cells["unseen pairs"][0], f"`{name}`{two}", scales, cells))
     for _, name, scales, cells in sorted(pooled, key=lambda row: -row[0]):
-        scale = f"{scales[0]:g} … {scales[-1]:g}" if scales else "–"
+        scale = f"{scales[0]:g}" if scales else "–"
+        if len(scales) > 1:  # the seeds chose different ones
+            scale += f" … {scales[-1]:g}"
         shown = " | ".join(f"{v:.2f} [{low:.2f}, {high:.2f}]" for v, low, high in cells.values())
         lines.append(f"| {name} | {scale} | {shown} |")
     return lines

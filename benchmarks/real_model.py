@@ -36,8 +36,8 @@ from cgmerge.modules.training.settings import TrainSettings
 
 BASE = "smollm2-135m"
 RANK, BATCH, SEED, REPLAY, TRACE = 16, 8, 0, 0.4, 0.12
-WARM_STEPS, WARM_LR = 100, 1e-3
-STEPS, LR = 70, 5e-4
+WARM_STEPS, WARM_LR = 80, 1e-3
+STEPS, LR = 60, 5e-4
 RESULTS = Path(__file__).parent / "results" / "real_model.json"
 CANDIDATES = [
     *[Candidate("task-arithmetic", (), scale) for scale in (1 / 3, 0.7, 0.9, 1.1, 1.3)],

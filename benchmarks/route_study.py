@@ -66,7 +66,7 @@ def call(*words: object) -> dict[str, Any]:
     return found
 
 
-def write(path: Path, rows: Sequence[Mapping[str, str]]) -> Path:
+def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     """Write rows as JSON lines, without the name of the skill."""
     kept = [{key: row[key] for key in ("prompt", "completion")} for row in rows]
     text = "".join(json.dumps(row) + "\n" for row in kept)
@@ -154,7 +154,7 @@ def compositions(setting: Setting, folder: Path) -> dict[str, tuple[Path, dict[s
     }
     for count in FEW:
         shown = ("--examples", *examples(setting, folder, count))
-        for name, words in {
+        learners: dict[str, tuple[object, ...]] = {
             "lorahub": ("-m", "lorahub"),
             "atlas": ("-m", "atlas"),
             "retrieval": ("-m", "retrieval"),
@@ -162,7 +162,8 @@ def compositions(setting: Setting, folder: Path) -> dict[str, tuple[Path, dict[s
             "lora-flow": ("-m", "lora-flow"),
             "gate": ("-m", "gate"),
             "gate, all experts": ("-m", "gate", "--top-k", "all"),
-        }.items():
+        }
+        for name, words in learners.items():
             wanted[f"{name} ({count})"] = (*words, *base, *shown)
     made = {}
     for name, words in wanted.items():
@@ -209,10 +210,10 @@ def table(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
             right, n = sum(r["right"] for r in mine), sum(r["n"] for r in mine)
             if not n:
                 continue
-            low, high = wilson(right, n)
+            span = wilson(right, n)
             shares = [r["right"] / r["n"] for r in mine]
             line[group] = {
-                "score": right / n, "n": n, "low": low, "high": high, "seeds": shares,
+                "score": right / n, "n": n, "low": span.low, "high": span.high, "seeds": shares,
             }  # fmt: skip
             line["cpu_seconds"] = max((r.get("cpu_seconds", 0.0) for r in mine), default=0.0)
         found.append(line)

@@ -14,7 +14,6 @@ import ctypes
 import errno
 import hashlib
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from cgmerge import strictjson
 from cgmerge.errors import StorageError, UsageError
+from cgmerge.oserrors import as_storage_error, plain_os_errors, storage_errors
 
 if TYPE_CHECKING:
     import torch
@@ -36,17 +36,6 @@ _NAME_BYTES = 80
 """Kept of a name in temporary ones, so that those fit whatever name fits (255 bytes)."""
 
 _DAY = 86_400.0
-_STORAGE_ERRNOS = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EFBIG: "the file would pass the size limit",
-    errno.EIO: "the device reported an input/output error",
-    errno.EROFS: "the file system is read-only",
-    errno.EACCES: "permission denied",
-    errno.EPERM: "operation not permitted",
-    errno.ENAMETOOLONG: "the name is too long",
-    errno.ENOTDIR: "a part of the path is a file, not a folder",
-}
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV}
 
 
@@ -60,7 +49,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     Raises:
         StorageError: The operating system refused; says how many bytes were needed and free.
     """
-    with _storage_errors(path, len(data)):
+    with storage_errors(path, len(data)):
         _step("write", path)
         with path.open("wb") as file:
             file.write(data)
@@ -76,7 +65,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_lines(path: Path, lines: Iterator[bytes] | list[bytes]) -> None:
     """Write many lines without holding them all, inside a staged folder."""
-    with _storage_errors(path, 0):
+    with storage_errors(path, 0):
         _step("write", path)
         with path.open("wb") as file:
             for line in lines:
@@ -100,15 +89,15 @@ def write_chunks(path: Path, chunks: "Iterable[bytes | memoryview]", size: int) 
         StorageError: The operating system refused; says how many bytes were needed and free.
     """
     digest = hashlib.sha256()
-    with _storage_errors(path, size):
+    with storage_errors(path, size):
         _step("write", path)
         file = path.open("wb", buffering=1 << 20)
     try:
         for chunk in chunks:
             digest.update(chunk)
-            with _storage_errors(path, size):
+            with storage_errors(path, size):
                 file.write(chunk)
-        with _storage_errors(path, size):
+        with storage_errors(path, size):
             file.flush()
             _step("fsync", path)
             os.fsync(file.fileno())
@@ -131,14 +120,21 @@ def write_tensors(
     from safetensors.torch import save_file
 
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    with _storage_errors(path, size), _plain_os_errors(path):
+    with storage_errors(path, size), plain_os_errors(path):
         _step("write", path)
         save_file(dict(tensors), path, metadata={"format": "pt", **(metadata or {})})
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder inside a staged one."""
+    with storage_errors(path, 0):
+        _step("mkdir", path)
+        path.mkdir()
+
+
 def copy_file(source: Path, target: Path) -> None:
     """Copy a regular file into a staged folder."""
-    with _storage_errors(target, source.stat().st_size):
+    with storage_errors(target, source.stat().st_size):
         _step("copy", target)
         shutil.copyfile(source, target)
 
@@ -157,20 +153,20 @@ def new_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """
     out = absolute(out)
     check_target(out, overwrite=overwrite)
-    with _storage_errors(out.parent, 0):
+    with storage_errors(out.parent, 0):
         out.parent.mkdir(parents=True, exist_ok=True)
     _collect_leftovers(out.parent)
     stage = _temporary_beside(out)
-    with _storage_errors(stage, 0):
+    with storage_errors(stage, 0):
         _step("mkdir", stage)
         stage.mkdir()
     try:
-        with _plain_os_errors(out):
+        with plain_os_errors(out):
             yield stage
         _seal(stage)
         _put_in_place(stage, out, overwrite=overwrite)
     except OSError as error:
-        raise _as_storage_error(error, out, 0) from error
+        raise as_storage_error(error, out, 0) from error
     finally:
         if stage.exists():
             shutil.rmtree(stage, ignore_errors=True)
@@ -216,7 +212,7 @@ def replace_tensors(
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     with _replacing(path, size, overwrite=overwrite) as temporary:
         write_tensors(temporary, tensors, metadata)
-        with _storage_errors(path, size), temporary.open("rb") as file:
+        with storage_errors(path, size), temporary.open("rb") as file:
             _step("fsync", temporary)
             os.fsync(file.fileno())
 
@@ -231,13 +227,13 @@ def _replacing(
         raise UsageError(f"{path} is a folder, a file is wanted", code="out_is_folder")
     if path.exists() and not overwrite:
         raise _exists(path)
-    with _storage_errors(path, size):
+    with storage_errors(path, size):
         path.parent.mkdir(parents=True, exist_ok=True)
     _collect_leftovers(path.parent)
     temporary = _temporary_beside(path)
     try:
         yield temporary
-        with _storage_errors(path, size):
+        with storage_errors(path, size):
             temporary.chmod(0o666 & ~_umask())
             _step("rename", path)
             put(temporary, path)
@@ -276,7 +272,7 @@ def remove_place(path: Path) -> None:
     """Remove a file or a folder in one step; nothing happens where there is nothing."""
     path = absolute(path)
     gone = _temporary_beside(path)
-    with _storage_errors(path, 0), contextlib.suppress(FileNotFoundError):
+    with storage_errors(path, 0), contextlib.suppress(FileNotFoundError):
         _step("rename", path)
         path.rename(gone)
         try:
@@ -292,7 +288,7 @@ def move_file(source: Path, target: Path) -> None:
     Raises:
         StorageError: The operating system refused.
     """
-    with _storage_errors(target, 0):
+    with storage_errors(target, 0):
         _step("rename", target)
         source.replace(target)
         _sync_folder(target.parent)
@@ -306,7 +302,7 @@ def check_target(out: Path, *, overwrite: bool) -> None:
         StorageError: Its parent cannot be written.
     """
     out = absolute(out)
-    with _storage_errors(out, 0):
+    with storage_errors(out, 0):
         if out.is_symlink() or (out.exists() and not out.is_dir()):
             raise UsageError(f"{out} exists and is not a folder", code="out_is_file")
         if out.is_dir() and any(out.iterdir()) and not overwrite:
@@ -316,12 +312,6 @@ def check_target(out: Path, *, overwrite: bool) -> None:
         raise UsageError(f"{parent} is a file, not a folder", code="out_parent")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise StorageError(f"{parent} cannot be written", code="permission", path=parent)
-
-
-def reason_of(error: OSError) -> str:
-    """Say in words why the operating system refused."""
-    reason = _STORAGE_ERRNOS.get(error.errno or 0, error.strerror or str(error))
-    return reason or type(error).__name__
 
 
 def cut_name(name: str, limit: int) -> str:
@@ -458,43 +448,3 @@ def _alive(pid: int) -> bool:
     except (PermissionError, OverflowError):
         return True
     return True
-
-
-@contextlib.contextmanager
-def _plain_os_errors(path: Path) -> Iterator[None]:
-    """Turn what safetensors makes of a full disk back into the OSError that it was."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except SafetensorError as error:
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        if number is None:
-            raise
-        code = int(number[1])
-        raise OSError(code, os.strerror(code), str(path)) from error
-
-
-@contextlib.contextmanager
-def _storage_errors(path: Path, needed: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _as_storage_error(error, path, needed) from error
-
-
-def _as_storage_error(error: OSError, path: Path, needed: int) -> StorageError:
-    reason = reason_of(error)
-    free: int | None = None
-    with contextlib.suppress(OSError):
-        folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
-        free = shutil.disk_usage(folder).free
-    room = f" ({needed:,} bytes needed, {free:,} free)" if needed and free is not None else ""
-    return StorageError(
-        f"cannot write {path}: {reason}{room}",
-        code="write",
-        hint="free some space or choose another --out; nothing was changed",
-        path=path,
-        needed=needed,
-        free=free,
-    )

@@ -14,9 +14,12 @@ from pathlib import Path
 from cgmerge import fs
 from cgmerge.errors import EnvironmentProblem, NotFound, UsageError
 from cgmerge.nearest import nearest
+from cgmerge.quoting import quoted
 
 _REMOTE = "hf://"
 _LIBRARY = "cgmerge-library.json"
+_PARTS = ("adapter_config.json", "config.json")
+_OTHER = (".safetensors", ".bin", ".pt", ".json", ".yml", ".yaml", ".jsonl", ".csv")
 
 
 def local_folder(ref: str, *, what: str) -> Path:
@@ -55,12 +58,15 @@ def local_place(ref: str, *, what: str, suffix: str | None = None) -> Path:
         return path
     if os.path.lexists(path):
         if suffix is not None and path.name.endswith(suffix):
-            return path
+            # A link that the user names is followed; those inside folders never are.
+            if not os.path.exists(path):  # noqa: PTH110
+                raise NotFound(f"{ref} is a link that leads nowhere", code="link", path=path)
+            return Path(os.path.realpath(path)) if os.path.isfile(path) else path  # noqa: PTH113
         wanted = f"a folder or a {suffix} file" if suffix else "a folder"
         raise NotFound(
             f"{ref} is a file; the {what} must be {wanted}",
             code="not_folder",
-            hint=f"if it is a compressed expert, rename it to end in {suffix}" if suffix else None,
+            hint=_instead_of(path, suffix),
             path=path,
         )
     near = _near(path)
@@ -69,6 +75,15 @@ def local_place(ref: str, *, what: str, suffix: str | None = None) -> Path:
     if hint is None and plain and not os.path.lexists(path.parent):
         hint = f"for a repository on the hub write {_REMOTE}{ref}"
     raise NotFound(f"no such {what}: {ref}", code="folder", hint=hint, path=path)
+
+
+def _instead_of(path: Path, suffix: str | None) -> str | None:
+    """Say what to name in place of a file: its folder where it is a part of something."""
+    if any(os.path.isfile(path.parent / name) for name in _PARTS):  # noqa: PTH113
+        return f"name its folder: {quoted(path.parent)}"
+    if suffix and path.suffix not in _OTHER:
+        return f"if it is a compressed expert, rename it to end in {suffix}"
+    return None
 
 
 def _fetched(ref: str, what: str, *, expert: bool) -> Path | None:

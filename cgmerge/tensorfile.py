@@ -363,8 +363,15 @@ def read_small(
         LimitExceeded: Longer than `limit` bytes.
     """
     handle = open_regular(path, follow_links=follow_links)
-    with _naming(path), os.fdopen(handle, "rb") as file:
-        data = file.read(limit + 1)
+    try:  # without a file object, which takes longer than all the rest for a small file
+        data = os.read(handle, limit + 1)
+        while len(data) <= limit and (more := os.read(handle, limit + 1 - len(data))):
+            data += more
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+    finally:
+        os.close(handle)
     if len(data) > limit:
         raise LimitExceeded(
             f"{path} is longer than the limit of {limit:,} bytes", code="file_size", path=path

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import support
@@ -16,11 +17,12 @@ from cgmerge.modules.expert import open_expert
 from cgmerge.modules.learned.objectives import Outcome, Support
 from cgmerge.modules.loading import load_base
 from cgmerge.modules.recipe import ExpertRef, Recipe
+from cgmerge.refs import parse_weighted
 
 TRUTH = {"e1": 0.8, "e2": -0.5, "e3": 0.0}
 SETTINGS = {
     "e1": {"leaves": ("q_proj", "down_proj"), "rank": 4, "alpha": 8},
-    "e2": {"leaves": ("q_proj", "v_proj"), "rank": 2, "alpha": 8, "use_rslora": True},
+    "e2": {"leaves": ("q_proj", "v_proj"), "rank": 2, "alpha": 4, "use_rslora": True},
     "e3": {"leaves": ("down_proj",), "rank": 3, "alpha": 3},
 }
 
@@ -28,14 +30,15 @@ SETTINGS = {
 def make_place(folder):
     """Write base, experts e1 … e3, an expert that changes nothing and two files of examples."""
     base = str(train_support.make_base(folder / "base"))
+    support.edit_weights(folder / "base", "lm_head", lambda weight: weight * 4)  # sure of itself
     shapes = {
         path: (shape.out_features, shape.in_features)
         for path, shape in open_base(base).modules.items()
     }
-    for seed, (name, options) in enumerate(SETTINGS.items(), 1):
-        options = dict(options)
+    for seed, (name, wanted) in enumerate(SETTINGS.items(), 1):
+        options = dict(wanted)
         chosen = support.pick(shapes, *options.pop("leaves"))
-        support.make_expert(folder / name, chosen, seed=seed, std=0.45, **options)
+        support.make_expert(folder / name, chosen, seed=seed, std=0.2, **options)
     support.make_expert(folder / "zero", support.pick(shapes, "q_proj"), seed=9, std=0.0)
     loaded = load_base(open_base(base), device="cpu", dtype="float32")
     for name, seed in (("first", 1), ("second", 2)):
@@ -48,16 +51,16 @@ def make_place(folder):
 
 
 def answered_rows(loaded, folder, count, seed):
-    """Prompts and what the base with Σ TRUTH·ΔW answers to them, in two letters."""
+    """Prompts and what the base with Σ TRUTH·ΔW answers to them, in two words."""
     rng, rows = random.Random(seed), {}
-    letters = loaded.tokenizer.convert_tokens_to_ids(list(train_support.LETTERS))
+    first = 4  # ids below are special
     with attached(loaded.model, mixed(folder, TRUTH)), torch.no_grad():
         while len(rows) < count:
             prompt = "copy : " + " ".join(rng.choices(train_support.LETTERS, k=4)) + " ="
             ids = loaded.tokenizer(prompt)["input_ids"]
             for _ in range(2):
                 logits = loaded.model(torch.tensor([ids])).logits[0, -1]
-                ids.append(letters[int(logits[letters].argmax())])
+                ids.append(first + int(logits[first:].argmax()))
             rows[prompt] = loaded.tokenizer.decode(ids[-2:])
     return [{"prompt": prompt, "completion": answer} for prompt, answer in rows.items()]
 
@@ -72,7 +75,7 @@ def mixed(folder, coefficients):
 
 
 def plan_of(folder, *names, **fields):
-    refs = tuple(ExpertRef(str(folder / name)) for name in names)
+    refs = tuple(ExpertRef(*parse_weighted(str(folder / name))) for name in names)
     options = {"method": "task-arithmetic", "base": str(folder / "base"), **fields}
     return make_plan(Recipe(experts=refs, **options))
 
@@ -88,7 +91,10 @@ def support_of(folder, loaded, *files, limit=None):
     asked = questions(skills)
     rows = encode_questions(asked, loaded.tokenizer, None)
     answered = tuple(one.example.prompt is not None for one in asked)
-    return Support(rows.encoded, tuple(one.skill for one in asked), answered)
+    # Without the end token, which the mix behind the answers did not write.
+    cut = [replace(r, target_ids=r.target_ids[:2] if a else r.target_ids)
+           for r, a in zip(rows.encoded, answered, strict=True)]  # fmt: skip
+    return Support(tuple(cut), tuple(one.skill for one in asked), answered)
 
 
 class Formula:

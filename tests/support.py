@@ -154,6 +154,13 @@ def edit_tensors(folder, change):
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def edit_weights(folder, part, change):
+    """Change every weight of a model folder whose name has `part`."""
+    path = Path(folder) / "model.safetensors"
+    tensors = {n: change(t) if part in n else t for n, t in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
 def dense_deltas(folder):
     """ΔW of every module in float64, straight from the files: an independent reading."""
     folder = Path(folder)

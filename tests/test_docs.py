@@ -79,3 +79,14 @@ def test_make_targets_of_the_readme_exist():
 def test_ci_runs_the_readmes_test_command():
     assert "make test" in (ROOT / ".ci" / "run").read_text()
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_the_skills_of_the_embedded_base_are_what_they_do():
+    from cgmerge.evals.tasks import chains
+
+    text = (ROOT / "docs" / "training.md").read_text()
+    rows = re.findall(r"(?m)^\| `(\w+)` \| ([a-z ]+) \| [^|]+ \| ([a-l ]+) \|$", text)
+    assert {name for name, known, _ in rows if known == "base"} == set(chains.BASE)
+    assert {name for name, known, _ in rows if known != "base"} == set(chains.NEW)
+    for name, _, result in rows:
+        assert " ".join(chains.apply([name], list("abcd"))) == result, name

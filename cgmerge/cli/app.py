@@ -15,7 +15,6 @@ from types import FrameType
 import typer
 from typer.exceptions import TyperException
 
-from cgmerge import fs
 from cgmerge._version import __version__
 from cgmerge.cli import (
     compose,
@@ -39,6 +38,7 @@ from cgmerge.cli.output import print_error
 from cgmerge.cli.spread import spread
 from cgmerge.cli.usage import as_usage_error
 from cgmerge.errors import CgmergeError, LimitExceeded, StorageError, UsageError
+from cgmerge.oserrors import reason_of
 
 _NEXT_STEPS = {
     errno.EACCES: "give yourself permission to use it",
@@ -167,7 +167,7 @@ def _refusal(error: OSError) -> StorageError:
     where = " and ".join(names)
     hint = _NEXT_STEPS.get(error.errno or 0, "check that what the message names can be used")
     return StorageError(
-        f"{where}: {fs.reason_of(error)}" if where else fs.reason_of(error),
+        f"{where}: {reason_of(error)}" if where else reason_of(error),
         code="system",
         hint=f"{hint}; CGMERGE_DEBUG=1 shows where it happened",
         path=names[0] if names else None,

@@ -8,6 +8,7 @@ import typer
 from cgmerge.cli import options
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
+from cgmerge.quoting import quoted
 
 if TYPE_CHECKING:
     from cgmerge.evals.suite import SkillSet
@@ -126,8 +127,10 @@ def compose(
         refuse_static_options,
         routed_request,
     )
+    from cgmerge.inputs import refuse_inputs
     from cgmerge.modules.compose import check_outputs, make_plan
     from cgmerge.modules.recipe import (
+        RECORD,
         ExpertRef,
         Recipe,
         is_recipe,
@@ -184,6 +187,8 @@ def compose(
         _finish_dry_run(plan, output)
         return
     check_outputs(plan, out, overwrite=overwrite)
+    own = is_recipe(experts) and Path(experts[0]).name != RECORD  # a record may be repeated
+    refuse_inputs(out, [*map(Path, experts if own else []), *_files_of(tune), *_files_of(examples)])
     if skills:
         plan = make_plan(_tuned(plan, skills, budget, output))
     if learning:
@@ -202,6 +207,14 @@ def _validation(plan: "Plan", tune: list[str] | None) -> "list[SkillSet]":
         raise UsageError("--tune scores merges on the base", code="base", hint="add --base BASE")
     check_open(plan)
     return read_skills(tune)
+
+
+def _files_of(tune: list[str] | None) -> list[Path]:
+    if not tune:
+        return []
+    from cgmerge.evals.suite import split_name
+
+    return [Path(split_name(spec)[1]) for spec in tune]
 
 
 def _tuned(plan: "Plan", skills: "list[SkillSet]", budget: int, output: Output) -> "Recipe":
@@ -253,7 +266,10 @@ def _run(plan: "Plan", out: Path, *, overwrite: bool, output: Output) -> None:
     for path, report in composed.modules.items():
         output.detail("module", f"{path}: norm {report.norm:.4g}, error {report.error:.3%}")
     output.line("wrote", f"{out} ({size / 1e6:.2f} MB, ‖ΔW‖ {composed.norm:.4g})")
-    output.hint(f"measure it: cgmerge eval {out} --base {_base_word(plan)} --data TEST.jsonl")
+    output.hint(
+        f"measure it: cgmerge eval {quoted(out)} --base {quoted(_base_word(plan))}"
+        " --data TEST.jsonl"
+    )
     output.result("cgmerge.compose/1", {"out": str(out), **describe(composed)}, short=str(out))
 
 

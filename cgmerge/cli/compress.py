@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cgmerge.cli import options
+from cgmerge.cli.compressreport import SCHEMA, report, warn_of, warn_of_unused
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
+from cgmerge.quoting import quoted
 
 if TYPE_CHECKING:
     from cgmerge.evals.compression import Kept
     from cgmerge.evals.suite import SkillSet
     from cgmerge.merge.deltas import LowRank
     from cgmerge.modules.base import Base
-    from cgmerge.modules.compress.fidelity import Fidelity
     from cgmerge.modules.compress.modes import Encoded, Options
     from cgmerge.modules.compress.pack import Maker, Plan
-    from cgmerge.modules.compress.packfull import FullPlan
 
-SCHEMA = "cgmerge.compress/1"
 _UNITS = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3,
           "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}  # fmt: skip
 
@@ -63,6 +62,9 @@ def compress(
         str | None,
         typer.Option("--base", help="Base model; needed for --calibrate and full models"),
     ] = None,
+    force_base: Annotated[
+        bool, typer.Option("--force-base", help="Accept an expert of another base; recorded")
+    ] = False,
     gauge: Annotated[
         str | None,
         typer.Option("--gauge", help="Mode ternary: svd, or raw to keep the factors' own basis"),
@@ -91,6 +93,8 @@ def compress(
       cgmerge compress experts/a --target-ratio 20 --base BASE --calibrate val.jsonl -o a.cge
 
       cgmerge compress experts/a --mode svdq --target-size 2MB -o a.cge
+
+      cgmerge compress my-model --base BASE --target-ratio 20 -o my-model.cge
     """
     from cgmerge.modules.base import open_base
     from cgmerge.modules.compress.pack import Request, make_plan
@@ -110,11 +114,15 @@ def compress(
     )
     opened = None if base is None else open_base(base)
     if is_full(Path(expert)):
-        if calibrate:
-            raise UsageError("--calibrate scores adapters; this is a full model", code="calibrate")
+        if lossless or force_base:
+            name = "lossless" if lossless else "force-base"
+            raise UsageError(f"--{name} is for adapters; this is a full model", code="full_model")
+        from cgmerge.cli.compressfull import compress_full
+
         full = plan_full(expert, request, opened)
-        _check_out(full.expert.folder, out, overwrite=overwrite)
-        _full(full, None if dry_run else out, overwrite=overwrite, output=output)
+        skills = _validation(opened, calibrate)
+        _check_out([full.expert.folder], opened, out, overwrite=overwrite)
+        compress_full(full, None if dry_run else out, skills, overwrite=overwrite, output=output)
         return
     if lossless:
         if request.asked() or calibrate:
@@ -122,11 +130,12 @@ def compress(
                 "--lossless keeps every bit: there is nothing to choose", code="lossless",
                 hint="leave out modes, sizes and --calibrate",
             )  # fmt: skip
-        _lossless(expert, opened, None if dry_run else out, overwrite=overwrite, output=output)
+        plan = make_plan(expert, Request(), opened, force_base=force_base)
+        _lossless(plan, None if dry_run else out, overwrite=overwrite, output=output)
         return
-    plan = make_plan(expert, request, opened)
-    skills = _validation(plan, calibrate)
-    _check_out(plan.expert.folder, out, overwrite=overwrite)
+    plan = make_plan(expert, request, opened, force_base=force_base)
+    skills = _validation(opened, calibrate)
+    _check_out([plan.expert.folder], opened, out, overwrite=overwrite)
     _show(plan, output)
     if dry_run or out is None:
         output.line("ok", "nothing written (dry run)")
@@ -170,66 +179,28 @@ def _run(
     kept = measure(decode(encoded.coded)) if measure else None
     fields = pack.manifest_fields(plan, encoded, kept.entries if kept else [])
     size = pack.write_packed(out, encoded, fields, overwrite=overwrite)
-    facts = _report(plan, out, size, fields, output, kept)
+    facts = report(plan, out, size, fields, output, kept)
     emptied = encoded.fidelity.emptied
-    if plan.target is not None and size < 0.9 * plan.target:
-        other = "svdq uses more" if plan.mode == "ternary" else "a folder may be what you want"
-        output.warn(
-            f"mode {plan.mode} cannot use more than {size:,} bytes here, of"
-            f" {plan.target:,.0f} asked for; {other}"
-        )
-    _warn_of(emptied, encoded.fidelity, output)
+    warn_of_unused(plan, size, output)
+    warn_of(emptied, encoded.fidelity, output)
     output.result(SCHEMA, {**facts, "emptied": emptied}, short=str(out))
 
 
-def _lossless(
-    ref: str, base: "Base | None", out: Path | None, *, overwrite: bool, output: Output
-) -> None:
+def _lossless(plan: "Plan", out: Path | None, *, overwrite: bool, output: Output) -> None:
     """Write an adapter as it is."""
     from cgmerge.modules.compress.lossless import write_lossless
-    from cgmerge.modules.compress.pack import Request, make_plan
 
-    plan = make_plan(ref, Request(), base)
-    _check_out(plan.expert.folder, out, overwrite=overwrite)
+    _check_out([plan.expert.folder], plan.base, out, overwrite=overwrite)
     output.line("plan", f"lossless: {plan.expert.name}, {plan.entries:,} parameters")
+    for warning in plan.warnings:
+        output.warn(warning)
     if out is None:
         output.line("ok", "nothing written (dry run)")
         output.result(SCHEMA, {"out": None, "mode": "lossless", "parameters": plan.entries})
         return
-    size, fields = write_lossless(plan.expert, base, out, overwrite=overwrite)
-    facts = _report(plan, out, size, fields, output, None)
+    size, fields = write_lossless(plan.expert, plan.base, out, overwrite=overwrite)
+    facts = report(plan, out, size, fields, output, None)
     output.result(SCHEMA, facts, short=str(out))
-
-
-def _full(plan: "FullPlan", out: Path | None, *, overwrite: bool, output: Output) -> None:
-    """Compress the delta of a full fine-tune."""
-    from cgmerge.modules.compress.packfull import write_full
-
-    output.line(
-        "plan", f"{plan.mode}: {plan.expert.name}, a full model, {len(plan.deltas)} weights"
-    )
-    for warning in plan.expert.warnings:
-        output.warn(warning)
-    if out is None:
-        output.line("ok", "nothing written (dry run)")
-        output.result(SCHEMA, {"out": None, "mode": plan.mode, "warnings": output.warnings})
-        return
-    found = write_full(plan, out, overwrite=overwrite)
-    facts = _report(plan, out, found.size, found.fields, output, None)
-    emptied = found.measured.fidelity.emptied
-    _warn_of(emptied, found.measured.fidelity, output)
-    output.result(SCHEMA, {**facts, "emptied": emptied}, short=str(out))
-
-
-def _warn_of(emptied: list[str], found: "Fidelity", output: Output) -> None:
-    """Name the modules without effect, and with `--verbose` what became of each."""
-    if emptied:
-        shown = ", ".join(emptied[:5]) + (" …" if len(emptied) > 5 else "")
-        output.warn(
-            f"{len(emptied)} of {len(found.modules)} modules have no effect any more: {shown}"
-        )
-    for name, part in found.modules.items():
-        output.detail("module", f"{name}: error {part.error:.2%}, cosine {part.cosine:.3f}")
 
 
 def _calibrated(
@@ -269,72 +240,8 @@ def _write_again(plan: "Plan", out: Path, *, overwrite: bool, output: Output) ->
     size = pack.write_restored(out, plan.restored, overwrite=overwrite)
     fields = plan.restored.fields
     output.line("same", "this expert was compressed before and is that very file again")
-    facts = _report(plan, out, size, fields, output, None)
+    facts = report(plan, out, size, fields, output, None)
     output.result(SCHEMA, facts, short=str(out))
-
-
-def _facts(
-    plan: "Plan | FullPlan", out: Path, size: int, fields: dict[str, Any], kept: "Kept | None"
-) -> dict[str, Any]:
-    """Return the documented keys of `compress --json`."""
-    entries = int(fields["sizes"]["parameters"])
-    return {
-        "out": str(out),
-        "mode": fields["method"]["mode"],
-        "size_bytes": size,
-        "ratio_file": fields["sizes"]["bytes"] / size,
-        "ratio_16bit": 2 * entries / size,
-        "bits_per_param": 8 * size / entries,
-        "density": fields["method"]["density"],
-        "delta_error": fields["fidelity"]["error"],
-        "cosine_min": fields["fidelity"]["cosine_min"],
-        "cosine": fields["fidelity"]["cosine"],
-        "score_before": kept.before.score if kept else None,
-        "score_after": kept.after.score if kept else None,
-        "score_interval": [kept.after.low, kept.after.high] if kept else None,
-        "gain_kept": kept.share if kept else None,
-        "emptied": [],
-        "asked": plan.request.asked(),
-        "parameters": entries,
-    }
-
-
-def _report(
-    plan: "Plan | FullPlan",
-    out: Path,
-    size: int,
-    fields: dict[str, Any],
-    output: Output,
-    kept: "Kept | None",
-) -> dict[str, Any]:
-    """Say what was written; return the documented keys."""
-    facts = _facts(plan, out, size, fields, kept)
-    fidelity, method = fields["fidelity"], fields["method"]
-    asked = plan.request.density
-    output.line(
-        "size",
-        f"{size:,} bytes: 1/{facts['ratio_file']:.1f} of the file, 1/{facts['ratio_16bit']:.1f} of"
-        f" 16 bits, {facts['bits_per_param']:.3f} bits per parameter",
-    )
-    output.line(
-        "density",
-        f"{method['density']:.4f}" + (f" (asked {asked:g})" if asked is not None else ""),
-    )
-    output.line(
-        "error",
-        f"{fidelity['error']:.2%} of ‖ΔW‖, cosine {fidelity['cosine']:.3f}"
-        f" (lowest module {fidelity['cosine_min']:.3f}, mean {fidelity['cosine_mean']:.3f})",
-    )
-    if kept:
-        share = "" if kept.share is None else f"; {kept.share:.1%} of the gain kept"
-        output.line(
-            "score",
-            f"{kept.before.score:.3f} before, {kept.after.score:.3f}"
-            f" [{kept.after.low:.3f}, {kept.after.high:.3f}] after, base {kept.base.score:.3f}"
-            f"{share}",
-        )
-    output.line("wrote", str(out))
-    return facts
 
 
 def _show(plan: "Plan", output: Output) -> None:
@@ -346,18 +253,19 @@ def _show(plan: "Plan", output: Output) -> None:
         output.warn(warning)
 
 
-def _check_out(folder: Path, out: Path | None, *, overwrite: bool) -> None:
+def _check_out(
+    inputs: list[Path], base: "Base | None", out: Path | None, *, overwrite: bool
+) -> None:
     from cgmerge import fs
+    from cgmerge.inputs import refuse_inputs
 
     if out is None:
         return
     if out.suffix != ".cge":
-        raise UsageError(
-            f"--out {out} does not end in .cge", code="out", hint=f"-o {out.name or 'expert'}.cge"
-        )
+        better = quoted(f"{out.name or 'expert'}.cge")
+        raise UsageError(f"--out {out} does not end in .cge", code="out", hint=f"-o {better}")
     target = fs.absolute(out)
-    if folder.resolve() in target.resolve().parents:
-        raise UsageError(f"--out {out} lies inside the expert", code="out_inside")
+    refuse_inputs(out, [*inputs, *([base.folder] if base else [])])
     if out.is_dir():
         raise UsageError(f"{out} is a folder", code="out_is_folder", hint="name a file")
     if not out.exists():
@@ -368,12 +276,12 @@ def _check_out(folder: Path, out: Path | None, *, overwrite: bool) -> None:
         )
 
 
-def _validation(plan: "Plan", calibrate: list[str] | None) -> "list[SkillSet]":
+def _validation(base: "Base | None", calibrate: list[str] | None) -> "list[SkillSet]":
     from cgmerge.evals.suite import read_skills
 
     if not calibrate:
         return []
-    if plan.base is None:
+    if base is None:
         raise UsageError("--calibrate scores the expert on its base", code="base",
                          hint="add --base BASE")  # fmt: skip
     return read_skills(calibrate)

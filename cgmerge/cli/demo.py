@@ -9,6 +9,7 @@ import typer
 from cgmerge.cli import options
 from cgmerge.cli.output import Output, Progress
 from cgmerge.errors import UsageError
+from cgmerge.quoting import quoted
 
 if TYPE_CHECKING:
     from cgmerge.evals.demo import DemoResult
@@ -97,6 +98,7 @@ def _explain(result: "DemoResult", output: Output) -> None:
     best_pair = max(rows[skill]["unseen pairs"].score for skill in SKILLS)
     best_merge = max(rows[name]["unseen pairs"].score for name in result.chosen)
     chosen = result.chosen[result.recommended]
+    out = quoted(result.out)
     output.text(
         f"""
 What this shows
@@ -110,8 +112,8 @@ What this shows
   Scales were chosen on validation data, the second table is about test data.
 
 Next
-  cgmerge inspect {result.out}/merged-{result.recommended}
-  cgmerge compose {result.out}/experts/* -m ties --set density=0.1 --base tiny -o mine
-  cgmerge eval mine --base tiny --data {result.out}/data/unseen-pairs.test.jsonl
+  cgmerge inspect {out}/merged-{result.recommended}
+  cgmerge compose {out}/experts/* -m ties --set density=0.1 --base tiny -o mine
+  cgmerge eval mine --base tiny --data {out}/data/unseen-pairs.test.jsonl
   cgmerge train --base YOUR_BASE --data YOUR.jsonl --skill NAME -o experts/NAME"""
     )

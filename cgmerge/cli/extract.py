@@ -6,6 +6,7 @@ import typer
 
 from cgmerge.cli import options
 from cgmerge.cli.output import Output
+from cgmerge.quoting import quoted
 
 
 def extract(
@@ -58,5 +59,5 @@ def extract(
     size = sum(path.stat().st_size for path in out.iterdir())
     output.line("error", f"{found.error:.4%} of ‖ΔW‖ {found.norm:.4g} is not in the adapter")
     output.line("wrote", f"{out} ({size / 1e6:.2f} MB, {len(found.modules)} modules)")
-    output.hint(f"compare them: cgmerge eval {out} --base {base} --data TEST.jsonl")
+    output.hint(f"compare them: cgmerge eval {quoted(out)} --base {quoted(base)} --data TEST.jsonl")
     output.result("cgmerge.extract/1", {"out": str(out), **found.facts()}, short=str(out))

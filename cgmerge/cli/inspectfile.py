@@ -17,10 +17,11 @@ def inspect_file(path: Path, base: "Base | None", output: Output) -> None:
     Raises:
         InputError: Not a compressed expert, damaged, or made for another base.
     """
-    from cgmerge.modules.compress.container import CgeFile, read_manifest
+    from cgmerge.modules.compress.container import CgeFile
     from cgmerge.modules.compress.opened import open_compressed
+    from cgmerge.modules.compress.wholemodel import is_whole, uses_of
 
-    whole = read_manifest(path)["peft"] is None
+    whole = is_whole(path)
     digest = None if whole else open_compressed(path, str(path)).digest
     if base is not None and whole:
         from cgmerge.modules.compress.openedfull import open_compressed_full
@@ -40,6 +41,8 @@ def inspect_file(path: Path, base: "Base | None", output: Output) -> None:
                 for name, part in facts["modules"].items()
             ]
             output.table(["module", "rank", "error", "cosine"], rows)
+    if whole:
+        output.hint(uses_of(path))
     output.result("cgmerge.inspect/1", facts, short=facts["sha256"])
 
 

@@ -1,12 +1,14 @@
 """`cgmerge ls`, `add`, `rm`, `verify`: experts kept together, by name."""
 
-from typing import TYPE_CHECKING, Annotated
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cgmerge.cli import options
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
+from cgmerge.quoting import quoted
 
 if TYPE_CHECKING:
     from cgmerge.modules.library.entry import Entry
@@ -23,6 +25,10 @@ Tags = Annotated[list[str] | None, typer.Option("--tag", help="A word to find it
 def ls(
     library: Library,
     tag: Annotated[str | None, typer.Option("--tag", help="Only experts with this tag")] = None,
+    clusters: Annotated[
+        int | None,
+        typer.Option("--cluster", help="Group them by what they change: so many groups", min=1),
+    ] = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -31,6 +37,8 @@ def ls(
     For example:
 
       cgmerge ls experts
+
+      cgmerge ls experts --cluster 4
     """
     from cgmerge.modules.library.library import listing, open_library
 
@@ -44,16 +52,32 @@ def ls(
         columns = ["name", "kind", "bytes", "rank", "base", "skill", "scores"]
         output.table(columns, [_row(entry) for entry in entries], words=True)
     elif not found.bad:
-        output.hint(f"nothing there yet: cgmerge add {library} EXPERT")
+        output.hint(f"nothing there yet: cgmerge add {quoted(library)} EXPERT")
+    groups = None if clusters is None else _groups(library, entries, clusters, output)
     output.result(
         "cgmerge.ls/1",
         {
             "library": library,
+            "clusters": groups,
             "experts": [entry.facts() for entry in entries],
             "damaged": [{"entry": b.file, "message": b.error.message} for b in found.bad],
         },
         short="\n".join(entry.name for entry in entries) or None,
     )
+
+
+def _groups(
+    library: str, entries: "list[Entry]", count: int, output: Output
+) -> list[dict[str, Any]]:
+    """Group experts whose deltas are alike, and print the groups."""
+    from cgmerge.modules.groups import group_experts
+
+    found = group_experts([f"{library}/{entry.name}" for entry in entries], count)
+    rows = [[str(g.number), f"{g.likeness:.2f}", " ".join(g.names)] for g in found]
+    output.text("")
+    output.table(["group", "cosine", "experts"], rows, words=True)
+    output.hint("compose those of one group, or route between groups: cgmerge compose … -m gate")
+    return [{"group": g.number, "likeness": g.likeness, "experts": list(g.names)} for g in found]
 
 
 def add(
@@ -81,13 +105,14 @@ def add(
       cgmerge add s3://bucket/experts sort --name sort-v2 --license apache-2.0
     """
     from cgmerge.modules.library.admit import admit
-    from cgmerge.modules.library.share import add_to, check_free
+    from cgmerge.modules.library.share import add_to, check_free, refuse_nested
     from cgmerge.modules.library.store import open_store
 
     output = Output(as_json=as_json, quiet=quiet)
     if name is not None and len(experts) > 1:
         raise UsageError("--name takes one expert", code="name", hint="add them one by one")
     store = open_store(library)
+    refuse_nested(library, experts)
     items = [admit(ref, name=name, licence=licence, tags=tags or []) for ref in experts]
     check_free(store, items, overwrite=overwrite)
     done = None if dry_run else add_to(store, items, overwrite=overwrite)
@@ -138,7 +163,7 @@ def rm(
         raise UsageError(
             "nothing to remove" if not names else "names and --unreferenced exclude each other",
             code="names",
-            hint=f"cgmerge rm {library} NAME, or cgmerge rm {library} --unreferenced",
+            hint=f"cgmerge rm {quoted(library)} NAME, or in place of NAME --unreferenced",
         )
     done = remove_from(open_library(library), names or [], dry_run=dry_run)
     verb = "would go" if dry_run else "removed"
@@ -205,11 +230,11 @@ def verify(
 
 
 def _row(entry: "Entry") -> list[str]:
-    scores = ", ".join(f"{name} {value:.4g}" for name, value in list(entry.scores.items())[:2])
+    scores = ", ".join([f"{name} {value:.4g}" for name, value in islice(entry.scores.items(), 2)])
     rank = "" if entry.rank is None else str(entry.rank)
     return [entry.name, entry.kind, f"{entry.size:,}", rank, entry.base, entry.skill, scores]
 
 
 def _hint_use(library: str, entry: "Entry", output: Output) -> None:
     if entry.kind != "full":
-        output.hint(f"use it: cgmerge compose {library}/{entry.name} … -o OUT")
+        output.hint(f"use it: cgmerge compose {quoted(f'{library}/{entry.name}')} … -o OUT")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cgmerge.cli.output import Output
 from cgmerge.cli.training import Voice, score_rows
 from cgmerge.errors import UsageError
+from cgmerge.quoting import quoted
 
 if TYPE_CHECKING:
     from cgmerge.modules.modular.plan import ModularPlan
@@ -130,11 +131,11 @@ def _say_result(plan: "ModularPlan", result: "ModularResult", output: Output) ->
     )
     size = sum(path.stat().st_size for path in plan.out.rglob("*") if path.is_file())
     output.line("wrote", f"{plan.out} ({size / 1e6:.2f} MB; the task decides)")
-    base = plan.joint.settings.base
-    output.hint(f'see it decide: cgmerge route {plan.out} --base {base} --task {plan.names[0]}'
-                ' --explain "TEXT"')  # fmt: skip
+    out, base = quoted(plan.out), quoted(plan.joint.settings.base)
+    words = f"--base {base} --task {quoted(plan.names[0])} --explain"
+    output.hint(f'see it decide: cgmerge route {out} {words} "TEXT"')
     output.hint(
-        f"a new task: cgmerge compose {plan.out}/experts/* -m atlas --set granularity=layer"
+        f"a new task: cgmerge compose {out}/experts/* -m atlas --set granularity=layer"
         f" --base {base} --examples NEW.jsonl -o NEW"
     )
 

@@ -67,14 +67,13 @@ class Output:
         """
         if self.as_json or self.quiet:
             return
-        cells = [list(columns), *[list(row) for row in rows]]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-        for row in cells:
-            first, *rest = [
-                text.ljust(width) if i == 0 or words else text.rjust(width)
-                for i, (text, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            sys.stdout.write("  ".join([first, *rest]).rstrip() + "\n")
+        cells = [columns, *rows]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        form = "  ".join(
+            f"{{:{'<' if words or not place else '>'}{width}}}"
+            for place, width in enumerate(widths)
+        )
+        sys.stdout.write("".join(f"{form.format(*row).rstrip()}\n" for row in cells))
 
     def text(self, text: str) -> None:
         """Print result text on stdout (left out with `--json` and `--quiet`)."""

@@ -7,6 +7,7 @@ import typer
 from cgmerge.cli import options
 from cgmerge.cli.library import Licence, Tags
 from cgmerge.cli.output import Output
+from cgmerge.quoting import quoted
 
 
 def pull(
@@ -119,7 +120,7 @@ def lock(
     content = pin(what, out, overwrite=overwrite)
     for expert in content["experts"]:
         output.line("pinned", f"{expert['ref']} at {expert['sha256'][:16]}…")
-    output.hint(f"use it: cgmerge compose {out} -o OUT")
+    output.hint(f"use it: cgmerge compose {quoted(out)} -o OUT")
     output.result(
         "cgmerge.lock/1",
         {"out": str(out), "experts": content["experts"], "base": content.get("base")},

@@ -9,6 +9,7 @@ import typer
 from cgmerge.cli import options
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
+from cgmerge.quoting import quoted
 
 if TYPE_CHECKING:
     from cgmerge.modules.data import DataFile
@@ -83,6 +84,8 @@ def stats(
     output = Output(as_json=as_json, quiet=quiet, verbose=verbose)
     opened = open_base(base)
     found, weights = _open(experts, kind, opened, force_base=force_base)
+    if out is not None:
+        _refuse_inputs(out, found, [*map(Path, data), opened.folder])
     targets = [_target(expert, kind, out, overwrite=overwrite) for expert in found]
     files = [read_data(Path(name)) for name in data]
     _check_counts(found, files, kind, out)
@@ -194,13 +197,26 @@ def _open(
             raise UsageError(
                 f"{ref} is a full model; statistics are those of adapters",
                 code="full_model",
-                hint=f"make an adapter of it: cgmerge extract {ref} --base BASE --rank 16 -o OUT",
+                hint=f"make an adapter of it: cgmerge extract {quoted(ref)} --base BASE --rank 16"
+                " -o OUT",
             )
     pairs = [parse_weighted(ref) if kind == LAYERWISE else (ref, None) for ref in refs]
     found = [open_expert(ref, base=base) for ref, _ in pairs]
     for expert in found:
         expert.deltas(base, force_base=force_base)
     return found, [weight for _, weight in pairs]
+
+
+def _refuse_inputs(out: Path, experts: "Sequence[Expert]", inputs: list[Path]) -> None:
+    """Refuse a file that is read; statistics may lie with the expert that they belong to."""
+    from cgmerge.inputs import refuse_inputs
+    from cgmerge.modules.stats import is_stats_name
+
+    for expert in experts:
+        folder = expert.folder
+        files = [folder] if folder.is_file() else folder.iterdir()
+        inputs += [path for path in files if not is_stats_name(path.name)]
+    refuse_inputs(out, inputs)
 
 
 def _target(expert: "Expert", kind: str, out: Path | None, *, overwrite: bool) -> Path:

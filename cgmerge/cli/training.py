@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from cgmerge.cli.output import Output, Progress
+from cgmerge.quoting import quoted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -97,13 +98,13 @@ def dry_fields(plan: "Plan", start: "Start | None") -> dict[str, Any]:
 
 def say_next(plans: "Sequence[Plan]", output: Output) -> None:
     """Suggest what to type next."""
-    base = plans[0].settings.base
-    outs = " ".join(str(plan.settings.out) for plan in plans)
+    base = quoted(plans[0].settings.base)
+    outs = " ".join(quoted(plan.settings.out) for plan in plans)
     if len(plans) > 1:
         output.hint(f"combine them with `cgmerge compose {outs} -m ties --base {base} -o merged`")
         return
     data = plans[0].settings.eval_data or plans[0].settings.data
-    names = " ".join(str(path) for path in data)
+    names = " ".join(map(quoted, data))
     output.hint(f"measure it with `cgmerge eval {outs} --base {base} --data {names}`")
 
 

@@ -86,17 +86,17 @@ def compare(
     for skill in skills:
         base, one, two = (found[name, skill.name] for name in (BASE_NAME, "before", "after"))
         scores = (base.score, one.score, one.low, one.high, two.score, two.low, two.high)
-        entries.append(_entry(skill, scores))
+        entries.append(entry_of(skill, scores))
     means = {mean.target: mean for mean in record.means}
     return Kept(means[BASE_NAME], means["before"], means["after"], entries)
 
 
 def longest_entries(skills: Sequence[SkillSet]) -> list[dict[str, Any]]:
     """Return entries as long as any that `compare` makes, to know what they take in a file."""
-    return [_entry(skill, (1 / 3,) * 7) for skill in skills]
+    return [entry_of(skill, (1 / 3,) * 7) for skill in skills]
 
 
-def _entry(skill: SkillSet, scores: Sequence[float]) -> dict[str, Any]:
+def entry_of(skill: SkillSet, scores: Sequence[float]) -> dict[str, Any]:
     """Return what the manifest says of one skill.
 
     Args:

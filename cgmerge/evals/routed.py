@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cgmerge import fs, strictjson
 from cgmerge.errors import Damaged, Incompatible, UsageError
 from cgmerge.evals.suite import SkillSet, encode_questions, questions, read_skills, split_name
+from cgmerge.inputs import refuse_inputs
 from cgmerge.modules.base import Base
 from cgmerge.modules.card import BaseId
 from cgmerge.modules.compose import check_outputs, make_plan
@@ -210,6 +211,9 @@ def check_routed_out(plan: RoutedPlan, out: Path, *, overwrite: bool) -> None:
     out = fs.absolute(out)
     if not is_routed(out):
         check_outputs(plan.static, out, overwrite=overwrite)
+    members = [member.expert.folder for member in plan.members]
+    files = [Path(split_name(spec)[1]) for spec in plan.request.examples]
+    refuse_inputs(out, [*members, *files])
     fs.check_target(out, overwrite=overwrite)
 
 

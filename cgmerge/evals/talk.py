@@ -11,11 +11,11 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from cgmerge.errors import Damaged, LimitExceeded
-from cgmerge.evals.scoring import position_limit
 from cgmerge.evals.targets import Ready
 from cgmerge.modules.encoding import encode, end_ids
 from cgmerge.modules.formats import Example, Message
 from cgmerge.modules.loading import LoadedBase
+from cgmerge.modules.teacher import position_limit
 
 OnText = Callable[[str], None]
 """Called with each piece of text as it is written."""
@@ -141,7 +141,7 @@ def _room(ids: Sequence[int], loaded: LoadedBase, wanted: int) -> int:
     return min(wanted, limit - len(ids))
 
 
-class _Stream(BaseStreamer):  # type: ignore[no-untyped-call]
+class _Stream(BaseStreamer):
     """Collect tokens and pass on text that can no longer change."""
 
     def __init__(self, loaded: LoadedBase, ends: Sequence[int], on_text: OnText | None) -> None:

@@ -121,7 +121,7 @@ def _type_name(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
     names: dict[Any, str] = {float: "a number", int: "a whole number", bool: "true or false"}
-    return names.get(kind) or getattr(kind, "WANTED", str(kind))
+    return names.get(kind) or str(getattr(kind, "WANTED", kind))
 
 
 def _check_range(item: "dataclasses.Field[Any]", value: Any) -> None:

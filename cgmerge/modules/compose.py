@@ -23,6 +23,7 @@ from cgmerge.modules.compose_record import base_record, experts_record, write_re
 from cgmerge.modules.compose_stats import open_stats
 from cgmerge.modules.expert import COMPRESSED, Expert, compressed_file, is_adapter, open_expert
 from cgmerge.modules.recipe import ExpertRef, Recipe
+from cgmerge.quoting import quoted
 from cgmerge.refs import local_place
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ Progress = Callable[[int], None]
 
 _SUSPICIOUS = 1e-2  # below this norm a result is compared with the experts' own
 _NOISE = 1e-6
+LARGE_LOSS = 0.1
+"""Share of ‖ΔW‖ that a rank may lose before it is warned of."""
+
 EVEN_LOSS = 1e-3
 """Share of a delta from which on it matters which directions a lower rank leaves out."""
 
@@ -149,8 +153,13 @@ class Composed:
     @property
     def truncation_error(self) -> float:
         """Return ‖ΔW − written‖ / ‖ΔW‖ over all modules, from the truncation alone."""
-        lost = sum((report.norm * report.error) ** 2 for report in self.modules.values())
-        return math.sqrt(lost) / self.norm if self.norm else 0.0
+        return _truncation_error(self.modules)
+
+
+def _truncation_error(modules: Mapping[str, ModuleReport]) -> float:
+    lost = sum((report.norm * report.error) ** 2 for report in modules.values())
+    total = math.sqrt(sum(report.norm**2 for report in modules.values()))
+    return math.sqrt(lost) / total if total else 0.0
 
 
 def make_plan(recipe: Recipe) -> Plan:
@@ -319,12 +328,16 @@ def _open(ref: str, recipe: Recipe, base: Base | None) -> "AnyExpert":
     if whole is None and (is_adapter(folder) or not (folder / "config.json").exists()):
         return open_expert(ref, base=base)
     if base is None or recipe.form != "model":
-        shown = recipe.base or "BASE"
+        from cgmerge.modules.compress.wholemodel import uses_of
+
+        shown = quoted(recipe.base or "BASE")
         raise UsageError(
             f"{ref} is a full model, not an adapter; full models are composed to a full model",
             code="full_model",
             hint=f"add --base {shown} --as model, or make an adapter of it:"
-            f" cgmerge extract {ref} --base {shown} --rank 16 -o OUT",
+            f" cgmerge extract {quoted(ref)} --base {shown} --rank 16 -o OUT"
+            if whole is None
+            else f"add --base {shown} --as model; {uses_of(whole)}",
             path=folder,
         )
     if whole is not None:
@@ -464,6 +477,12 @@ def _result_warnings(plan: Plan, modules: dict[str, ModuleReport], rounding: flo
         warnings.append(
             f"with {known} all directions weigh the same, and rank {plan.rank} keeps arbitrary"
             " ones; use --rank exact, or a slightly smaller value to keep the leading ones"
+        )
+    truncated = _truncation_error(modules)
+    if truncated > LARGE_LOSS:
+        better = "--rank exact loses nothing" if plan.rule.low_rank else "--as model has no rank"
+        warnings.append(
+            f"rank {plan.rank} loses {truncated:.0%} of ‖ΔW‖: a larger --rank keeps more, {better}"
         )
     if rounding > 0.01:
         warnings.append(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cgmerge.errors import UsageError
+from cgmerge.inputs import real_path, refuse_inputs
 from cgmerge.modules.base import Base
 from cgmerge.modules.pairs import CONFIG
 from cgmerge.modules.recipe import RECORD
@@ -18,27 +19,21 @@ _RESULT_FILES = (RECORD, CONFIG, "config.json")
 def check_out(out: Path, experts: Sequence[Path], base: Base | None) -> None:
     """Refuse an output folder that would harm inputs or what is not a result.
 
-    An expert itself may be replaced, with `--overwrite`.
+    No input is ever replaced, also with `--overwrite`.
 
     Args:
         out: Absolute path.
-        experts: Folders of the experts.
+        experts: Folders or files of the experts, and other inputs.
         base: The base, where there is one.
 
     Raises:
-        UsageError: It lies inside an expert, holds an input, is the base, has a name that no file
-            system takes, or is somebody's folder.
+        UsageError: It is an input, lies inside one or holds one, has a name that no file system
+            takes, or is somebody's folder.
     """
     _check_name(out)
-    real = Path(os.path.realpath(out))  # Path.resolve raises on a link to itself
-    for folder in experts:
-        if folder.resolve() in real.parents:
-            raise UsageError(f"--out {out} lies inside the expert {folder}", code="out_inside")
-    if base is not None and base.folder.resolve() == real:
+    if base is not None and real_path(base.folder) == real_path(out):
         raise UsageError(f"--out {out} is the base; bases are never changed", code="out_is_base")
-    for folder in [*experts, *([base.folder] if base else [])]:
-        if real in folder.resolve().parents:
-            raise UsageError(f"--out {out} holds the input {folder}", code="out_holds_input")
+    refuse_inputs(out, [*experts, *([base.folder] if base else [])])
     ours = any((out / name).exists() for name in _RESULT_FILES)
     if out.is_dir() and not ours and any(out.iterdir()):
         raise UsageError(

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from cgmerge.errors import NotFound, UsageError
 from cgmerge.modules.expert import Expert
+from cgmerge.quoting import quoted
 
 if TYPE_CHECKING:
     from cgmerge.merge import Rule
@@ -69,18 +70,20 @@ def _ask_for(
 
     kind = rule.spec.traits.stats or ""
     lines = [
-        f"cgmerge stats {expert.ref} --base {base} --data FILE"
+        f"cgmerge stats {quoted(expert.ref)} --base {quoted(base)} --data FILE"
         + (" --overwrite" if path_of(expert, kind).exists() else "")
         for expert in missing
     ]
     if kind == "layerwise":  # one command for all of them
         equal = len(set(rule.weights)) == 1
         words = [
-            expert.ref if equal else f"{expert.ref}={weight:g}"
+            quoted(expert.ref if equal else f"{expert.ref}={weight:g}")
             for expert, weight in zip(experts, rule.weights, strict=True)
         ]
         files = " ".join(["FILE"] * len(experts))
-        lines = [f"cgmerge stats {' '.join(words)} --base {base} --data {files} --kind layerwise"]
+        lines = [
+            f"cgmerge stats {' '.join(words)} --base {quoted(base)} --data {files} --kind layerwise"
+        ]
         if len(missing) < len(experts):
             lines[0] += " --overwrite"
     commands = "\n  ".join(lines)

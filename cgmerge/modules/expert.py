@@ -119,7 +119,7 @@ class Expert:
             f"{self.folder} was trained on another base: {self.card.base.name if self.card else ''}"
             f" {expected}, but {base.ref} is {base.fingerprint}",
             code="base",
-            hint="pass the base it was trained on; compose and eval take --force-base",
+            hint="pass the base it was trained on, or --force-base where the command has it",
             path=self.folder,
             expected=expected,
             found=base.fingerprint,

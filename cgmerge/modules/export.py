@@ -82,7 +82,7 @@ def export(
         written: dict[str, str] = {}
         ranks, errors = [], []
         if not single:
-            (stage / ADAPTERS).mkdir()
+            fs.make_folder(stage / ADAPTERS)
         for name, deltas in adapters.items():
             if not deltas:
                 raise Incompatible(
@@ -91,7 +91,8 @@ def export(
                     hint="serve the base for it",
                 )
             place = stage if single else stage / ADAPTERS / name
-            place.mkdir(exist_ok=True)
+            if not single:
+                fs.make_folder(place)
             kept, error = _write(place, deltas, name, composition, rank)
             written[name] = "." if single else f"{ADAPTERS}/{name}"
             ranks.append(kept)

@@ -18,10 +18,11 @@ from cgmerge.errors import Damaged, readable
 from cgmerge.merge.deltas import LowRank, Rows, matrix_shape
 from cgmerge.modules.base import Base, open_base, stem_of
 from cgmerge.modules.compress.openedfull import CompressedDeltas, CompressedFull
-from cgmerge.modules.expert import Expert, ExpertDeltas, check_modules
+from cgmerge.modules.compress.wholemodel import refused
+from cgmerge.modules.expert import COMPRESSED, Expert, ExpertDeltas, check_modules
 from cgmerge.modules.fullcheck import check_full, is_table
 from cgmerge.modules.weights import WeightReader
-from cgmerge.refs import local_folder
+from cgmerge.refs import local_place
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +89,10 @@ def open_full(ref: str, base: Base) -> FullExpert:
         Incompatible: Another architecture, vocabulary, shape or set of weights; quantized weights.
     """
     # By its path: a folder called `tiny` is not the built-in base of that name.
-    model = replace(open_base(str(local_folder(ref, what="full model"))), ref=ref)
+    place = local_place(ref, what="full model", suffix=COMPRESSED)
+    if place.is_file():
+        raise refused(place, "which has to be a model again first")
+    model = replace(open_base(str(place)), ref=ref)
     warnings = check_full(model, base)
     name = readable(model.folder.name, 200).replace("\n", " ")
     return FullExpert(ref, name, model, tuple(warnings))

@@ -22,6 +22,7 @@ from cgmerge.modules.attach import attached
 from cgmerge.modules.encoding import Encoded
 from cgmerge.modules.expert import Expert
 from cgmerge.modules.loading import LoadedBase
+from cgmerge.quoting import quoted
 from cgmerge.tensorfile import TensorFile
 
 if TYPE_CHECKING:
@@ -158,6 +159,11 @@ def path_of(expert: Expert, kind: str) -> Path:
     return path.with_stem(f"{path.stem}-layerwise") if kind == "layerwise" else path
 
 
+def is_stats_name(name: str) -> bool:
+    """Whether a file in an expert's folder is one of its statistics, by its name."""
+    return name.startswith("cgmerge-stats")
+
+
 class StatsFile(Mapping[str, Tensor]):
     """One kind of statistics of one expert: module to tensor (float64), read when asked for.
 
@@ -183,7 +189,8 @@ class StatsFile(Mapping[str, Tensor]):
             raise Incompatible(
                 f"{path} belongs to another expert, or to an earlier state of {expert.name}",
                 code="stats",
-                hint=f"compute them again: cgmerge stats {expert.ref} --base BASE --data FILE",
+                hint=f"compute them again: cgmerge stats {quoted(expert.ref)} --base BASE"
+                " --data FILE",
                 path=path,
                 expected=expert.digest,
                 found=self.content["expert"],

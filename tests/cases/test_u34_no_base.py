@@ -28,7 +28,16 @@ def test_fingerprint_travels_and_is_checked_later(run, experts, models):
     for name in ("E1", "E2"):
         base = BaseId(name="org/B", fingerprint=fingerprint)
         write_card(experts / name, ExpertCard(skill=name, base=base))
-    words = ["compose", experts / "E1", experts / "E2", "-o", experts / "out", "--json"]
+    words = [
+        "compose",
+        experts / "E1",
+        experts / "E2",
+        "-m",
+        "linear",
+        "-o",
+        experts / "out",
+        "--json",
+    ]
     assert cases.done(run(*words))["warnings"] == []
     words = ["inspect", experts / "out", "--json", "--base"]
     assert cases.done(run(*words, models / "B"))["base_fingerprint"] == fingerprint

@@ -20,14 +20,19 @@ def test_modes_follow_the_umask(run, experts, models, mask, file, folder, form):
     assert (experts / "out").stat().st_mode & 0o777 == folder
 
 
-def test_an_expert_may_be_replaced_by_the_result(run, experts):
-    deltas = [support.dense_deltas(experts / name) for name in ("E1", "E2")]
+def test_a_result_is_replaced_and_an_expert_is_not(run, experts):
     words = ["compose", experts / "E1", experts / "E2", "-m", "task-arithmetic", "--json"]
-    cases.refused(run(*words, "-o", experts / "E1"), 2, "usage.out_exists", "--overwrite")
-    cases.done(run(*words, "-o", experts / "E1", "--overwrite"))
+    before = cases.tree(experts)
+    for more in ([], ["--overwrite"]):
+        done = run(*words, "-o", experts / "E1", *more)
+        cases.refused(done, 2, "usage.out_is_input", "inputs are never replaced")
+    assert cases.tree(experts) == before
+    cases.done(run("compose", experts / "E1", "-o", experts / "out", "--json"))
+    cases.refused(run(*words, "-o", experts / "out"), 2, "usage.out_exists", "--overwrite")
+    cases.done(run(*words, "-o", experts / "out", "--overwrite"))
+    deltas = [support.dense_deltas(experts / name) for name in ("E1", "E2")]
     expected = {path: deltas[0][path] + deltas[1][path] for path in deltas[0]}
-    assert support.relative(support.dense_deltas(experts / "E1"), expected) < 1e-6
-    assert support.relative(support.dense_deltas(experts / "E2"), deltas[1]) == 0.0
+    assert support.relative(support.dense_deltas(experts / "out"), expected) < 1e-6
 
 
 def test_bases_and_folders_of_inputs_are_never_replaced(run, experts, models, monkeypatch):
@@ -41,7 +46,7 @@ def test_bases_and_folders_of_inputs_are_never_replaced(run, experts, models, mo
         ("base", "usage.out_is_base", "bases are never changed"),
         (".", "usage.out_holds_input", "holds the input"),
         ("..", "usage.out_holds_input", "holds the input"),
-        ("E1/sub", "usage.out_inside", "inside the expert"),
+        ("E1/sub", "usage.out_inside", "inside the input"),
         ("mine", "usage.out_exists", "never replaced"),
     ):
         cases.refused(run(*words, out), 2, code, said)

@@ -202,7 +202,10 @@ def test_a_full_model_is_stored_as_its_difference(run, models, tmp_path, mode):
             gap, size = gap + float((exact - value).square().sum()), size + float((exact**2).sum())
     assert result["delta_error"] == pytest.approx((gap / size) ** 0.5, rel=1e-3)
     assert result["ratio_16bit"] > 8
-    assert run("decompress", out, "-o", tmp_path / "back")[0] == 3
+    code, _, err = run("decompress", out, "-o", tmp_path / "back")
+    assert code == 2
+    assert f"cgmerge decompress {out} --base {models / 'B'} -o MODEL" in err
+    assert not (tmp_path / "back").exists()
 
 
 @pytest.mark.parametrize(
@@ -210,8 +213,11 @@ def test_a_full_model_is_stored_as_its_difference(run, models, tmp_path, mode):
     [
         ([], "add --base"),
         (["--base", "B", "--mode", "svdq"], "mode svdq"),
-        (["--base", "B", "--target-ratio", "20"], "ratio"),
-        (["--base", "B", "--calibrate", "x.jsonl"], "scores adapters"),
+        (["--base", "B", "--gauge", "raw"], "gauge"),
+        (["--base", "B", "--target-size", "300"], "manifest alone"),
+        (["--base", "B", "--target-ratio", "20", "--density", "0.1"], "at once"),
+        (["--base", "B", "--lossless"], "for adapters"),
+        (["--base", "B", "--calibrate", "x.jsonl"], "x.jsonl"),
     ],
 )
 def test_what_a_full_model_cannot_have(run, models, tmp_path, words, says):
@@ -257,3 +263,40 @@ def test_bytes_that_a_mode_cannot_use_are_said(run, place):
     )
     assert code == 0, err
     assert "cannot use more than" in err
+
+
+@pytest.mark.parametrize("lossless", [True, False])
+def test_another_base_is_refused_unless_forced(run, models, tmp_path, lossless):
+    from cgmerge.modules.base import open_base
+    from cgmerge.modules.compress.container import CgeFile
+
+    card = {
+        "schema": "cgmerge.expert/1",
+        "skill": "s",
+        "base": {"name": "other", "fingerprint": "fp1:" + "a" * 32},
+    }
+    expert = support.make_expert(tmp_path / "e", support.llama_shapes())
+    (expert / "expert.json").write_text(json.dumps(card))
+    words = ["compress", expert, "--base", models / "B", "-o", tmp_path / "e.cge"]
+    words += ["--lossless"] if lossless else []
+    code, _, err = run(*words)
+    assert code == 3
+    assert "--force-base" in err
+    code, text, err = run(*words, "--force-base", "--json")
+    assert code == 0, err
+    assert "was made for fp1:aaaa" in err
+    assert "was made for fp1:aaaa" in json.loads(text)["warnings"][0]
+    with CgeFile.open(tmp_path / "e.cge") as file:
+        # What it was trained on stays what the file says; that it was forced is said beside it.
+        assert file.manifest["base"]["fingerprint"] == card["base"]["fingerprint"]
+        assert file.manifest["method"]["forced_base"] == open_base(str(models / "B")).fingerprint
+    back = ["decompress", tmp_path / "e.cge", "--base", models / "B", "-o", tmp_path / "back"]
+    assert run(*back)[0] == 3
+    assert run(*back, "--force-base")[0] == 0
+
+
+def test_a_base_that_fits_needs_no_force(run, place):
+    words = ["--base", "tiny", "--force-base", "-o", place / "e.cge", "--json"]
+    code, text, err = run("compress", place / "e", *words)
+    assert code == 0, err
+    assert json.loads(text)["warnings"] == []

@@ -95,10 +95,32 @@ def test_numbers_by_hand():
 
 
 def test_patterns_count_in_base_three():
-    trits = [np.array([[value]], dtype=np.int8) for value in (1, 0, -1, 1, -1, 1)]
-    assert ternary._index(trits).tolist() == [2 * 243 + 81 + 0 + 2 * 9 + 0 + 2]
+    trits = [np.array([value], dtype=np.int8) for value in (1, 0, -1, 1, -1, 1)]
+    number = ternary._Patterns(6, 1)
+    assert number(trits).tolist() == [2 * 243 + 81 + 0 + 2 * 9 + 0 + 2]
     patterns = ternary._patterns(6)
     assert patterns[:, 587].tolist() == [1, 0, -1, 1, -1, 1]
+
+
+@pytest.mark.parametrize("experts", range(1, 9))
+def test_every_pattern_has_its_own_number(experts):
+    trits = list(ternary._patterns(experts).to(torch.int8).numpy())
+    before = [part.copy() for part in trits]
+    assert ternary._Patterns(experts, 3**experts + 5)(trits).tolist() == list(range(3**experts))
+    assert all(map(np.array_equal, trits, before))
+
+
+@pytest.mark.parametrize("shape", [(5, 30_000), (3, 140_000), (1, 1), (300, 1000)])
+def test_blocks_of_any_form(shape):
+    # The last block is smaller, a row may be longer than a block, and pieces are read at once.
+    experts = draw(5, shape, 0.5, 3)
+    made = make_rule("linear", 5, weights=[1.0, 2.0, -1.0, 0.5, 0.25])
+    expected = Merger(made, [{"w": Plain(delta)} for delta in experts]).dense("w")
+    row = 0
+    for piece in Merger(made, [{"w": delta} for delta in experts]).pieces("w"):
+        assert torch.equal(piece, expected[row : row + len(piece)])
+        row += len(piece)
+    assert row == shape[0]
 
 
 def test_sparse_experts_are_not_searched_for_a_cut():

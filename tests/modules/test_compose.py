@@ -340,10 +340,16 @@ def test_existing_output_is_kept_unless_told(experts):
     assert support.folder_bytes(experts / "out") != before
 
 
-def test_output_may_replace_an_input(experts):
-    expected = weighted_sum((experts / "E1", 1.0), (experts / "E2", 1.0))
-    composed(experts / "E1", experts / "E1", experts / "E2", overwrite=True)
-    assert support.relative(support.dense_deltas(experts / "E1"), expected) < 1e-6
+def test_output_never_replaces_an_input(experts):
+    before = support.folder_bytes(experts / "E1")
+    (experts / "link").symlink_to("E1")
+    for out in (experts / "E1", experts / "link"):
+        with pytest.raises(UsageError, match="inputs are never replaced") as caught:
+            composed(out, experts / "E1", experts / "E2", overwrite=True)
+        assert caught.value.code == "usage.out_is_input"
+    with pytest.raises(UsageError, match="inputs are never replaced"):
+        composed(experts / "E1", experts / "link", experts / "E2", overwrite=True)
+    assert support.folder_bytes(experts / "E1") == before
 
 
 def test_output_inside_an_input_is_refused(experts):
@@ -553,3 +559,23 @@ def test_cutting_equal_singular_values_is_said_to_be_arbitrary(experts):
     whole = composed(experts / "whole", *pair, method="iso-c", rank="exact")
     slanted = composed(experts / "s", *pair, method="iso-c", rank=4, params={"flatten": 0.99})
     assert not any(words in text for text in [*whole.warnings, *slanted.warnings])
+
+
+def test_a_large_loss_is_warned_of(experts):
+    refs = experts / "E1", experts / "E2"
+    rank = composed(experts / "exact", *refs, rank="exact").plan.rank
+    low = composed(experts / "low", *refs, rank=1)
+    assert low.truncation_error > 0.1
+    (warning,) = [text for text in low.warnings if "loses" in text]
+    assert f"rank 1 loses {low.truncation_error:.0%} of ‖ΔW‖" in warning
+    assert "--rank exact" in warning
+    assert "larger --rank" in warning
+    recorded = json.loads((experts / "low" / "cgmerge.json").read_text())["warnings"]
+    assert warning in recorded
+    high = composed(experts / "high", *refs, rank=rank)
+    assert not [text for text in high.warnings if "loses" in text]
+    (warning,) = [
+        t for t in composed(experts / "t", *refs, method="ties", rank=1).warnings if "loses" in t
+    ]
+    assert "--rank exact" not in warning
+    assert "--as model" in warning

@@ -60,7 +60,7 @@ def test_what_was_a_lora_comes_back_at_its_rank(run, experts, models):
         cases.effect(models / "B", adapter=experts / "out"), cases.effect(models / "B", merged=full)
     )
     # It is an expert like any other, of this base.
-    composed = ["compose", experts / "out", experts / "E2", "--base", models / "B"]
+    composed = ["compose", experts / "out", experts / "E2", "--base", models / "B", "-m", "linear"]
     assert cases.done(run(*composed, "-o", experts / "both", "--json"))["warnings"] == [
         "E2: no base fingerprint in the expert (shapes fit)"
     ]

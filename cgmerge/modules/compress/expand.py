@@ -1,5 +1,6 @@
 """A `.cge` file back as an ordinary PEFT folder, the same bytes every time."""
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,6 +9,7 @@ from cgmerge import fs
 from cgmerge.errors import Damaged, Incompatible
 from cgmerge.modules.adapter_config import AdapterConfig, parse_adapter_config
 from cgmerge.modules.adapter_out import AdapterForm, write_adapter
+from cgmerge.modules.base import Base
 from cgmerge.modules.card import BaseId, ExpertCard, write_card
 from cgmerge.modules.compose_adapter import verify_adapter
 from cgmerge.modules.compose_out import check_out
@@ -18,6 +20,7 @@ from cgmerge.modules.compress.modes import decode
 from cgmerge.modules.compress.opened import open_compressed
 from cgmerge.modules.compress.sections import Coded
 from cgmerge.modules.compress.sidecar import write_sidecar
+from cgmerge.modules.compress.wholemodel import refused
 
 if TYPE_CHECKING:
     from cgmerge.merge.deltas import LowRank
@@ -42,7 +45,14 @@ class Expanded:
     manifest: dict[str, Any]
 
 
-def decompress(path: Path, out: Path, *, overwrite: bool = False) -> Expanded:
+def decompress(
+    path: Path,
+    out: Path,
+    *,
+    overwrite: bool = False,
+    base: Base | None = None,
+    force_base: bool = False,
+) -> Expanded:
     """Write the adapter that a compressed file stands for, float32, scaling folded into B.
 
     What was stored without loss comes back as it was, type and scaling included.
@@ -51,6 +61,8 @@ def decompress(path: Path, out: Path, *, overwrite: bool = False) -> Expanded:
         path: The `.cge` file; everything in it is verified first.
         out: Result folder; appears complete or not at all.
         overwrite: Replace an existing folder.
+        base: Where given, the expert must fit it.
+        force_base: Accept another fingerprint.
 
     Raises:
         UsageError: `out` exists, or holds something else.
@@ -59,8 +71,12 @@ def decompress(path: Path, out: Path, *, overwrite: bool = False) -> Expanded:
         StorageError: Disk full and the like; nothing is left behind.
     """
     out = fs.absolute(out)
-    check_out(out, [], None)
+    check_out(out, [path], base)
     fs.check_target(out, overwrite=overwrite)
+    if base is not None:
+        expert = open_compressed(path, str(path))
+        with closing(expert.file):
+            expert.deltas(base, force_base=force_base)
     with CgeFile.open(path) as file:
         file.verify()
         if file.manifest["method"]["mode"] == LOSSLESS:
@@ -123,10 +139,11 @@ def _write(
 
 def _config(file: CgeFile) -> AdapterConfig:
     raw = file.manifest["peft"]
-    if raw is None or not file.coded or file.dense:
-        what = "the delta of a full fine-tune" if raw is None else "more than LoRA factors"
+    if raw is None:
+        raise refused(file.path, "not an adapter")
+    if not file.coded or file.dense:
         raise Incompatible(
-            f"{file.path} holds {what}; a PEFT folder cannot",
+            f"{file.path} holds more than LoRA factors; a PEFT folder cannot",
             code="no_adapter",
             hint="only adapters can be decompressed",
             path=file.path,

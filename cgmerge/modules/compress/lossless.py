@@ -45,12 +45,15 @@ def write_lossless(
     dense = {name: Dense.of(expert.file.read(name)) for name in expert.file.infos}
     pairs = expert.pairs.values()
     entries = sum(pair.rank * (pair.out_features + pair.in_features) for pair in pairs)
-    fingerprint = base.fingerprint if base else expert.base_fingerprint
+    fingerprint = expert.base_fingerprint or (base.fingerprint if base else None)
     name = expert.card.base.name if expert.card else expert.config.base_name
+    method = {"mode": LOSSLESS, "gauge": "raw", "density": 1.0, "asked": {"mode": LOSSLESS}}
+    if base is not None and fingerprint != base.fingerprint:
+        method["forced_base"] = base.fingerprint
     fields: dict[str, Any] = {
         "base": {"id": name or "unknown"} | ({"fingerprint": fingerprint} if fingerprint else {}),
         "peft": strictjson.loads_object(expert.config_text, source=str(expert.folder / CONFIG)),
-        "method": {"mode": LOSSLESS, "gauge": "raw", "density": 1.0, "asked": {"mode": LOSSLESS}},
+        "method": method,
         "producer": f"cgmerge {__version__}",
         "sizes": {"bytes": expert.file.size, "parameters": entries},
         "fidelity": {

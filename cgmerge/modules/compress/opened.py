@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cgmerge import strictjson
-from cgmerge.errors import Damaged, Incompatible, readable
+from cgmerge.errors import Damaged, readable
 from cgmerge.modules.adapter_config import parse_adapter_config
 from cgmerge.modules.card import BaseId, ExpertCard
 from cgmerge.modules.compress.container import CgeFile
 from cgmerge.modules.compress.manifest import LOSSLESS
+from cgmerge.modules.compress.wholemodel import refused
 from cgmerge.modules.expert import Expert
 from cgmerge.modules.pairs import PREFIX, Pair, check_rank, pair_up
 from cgmerge.refs import label
@@ -88,12 +89,7 @@ def open_compressed(path: Path, ref: str) -> Expert:
     try:
         manifest = file.manifest
         if manifest["peft"] is None:
-            raise Incompatible(
-                f"{path} holds the delta of a full model, not an adapter",
-                code="full_model",
-                hint="compose it to a model: --as model --base BASE",
-                path=path,
-            )
+            raise refused(path, "not an adapter")
         config = parse_adapter_config(manifest["peft"], source=f"the manifest of {path}")
         tensors = CgeTensors(file)
         lossless = manifest["method"]["mode"] == LOSSLESS

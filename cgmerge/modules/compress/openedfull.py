@@ -207,7 +207,7 @@ def _check_base(expert: CompressedFull, base: Base, *, force: bool) -> None:
         f"{expert.folder} is relative to another base: {expert.file.manifest['base']['id']}"
         f" {expected}, but {base.ref} is {base.fingerprint}",
         code="base",
-        hint="pass the base it was made with; compose and eval take --force-base",
+        hint="pass the base it was made with, or --force-base where the command has it",
         path=expert.folder,
         expected=expected,
         found=base.fingerprint,

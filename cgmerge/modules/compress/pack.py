@@ -65,6 +65,12 @@ class Request:
         names = self.__dataclass_fields__
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
+    def target(self, entries: int) -> float | None:
+        """Return the bytes that the file of so many parameters may have; None for a density."""
+        if self.ratio is not None:
+            return 2.0 * entries / self.ratio
+        return None if self.size is None else float(self.size)
+
     def check(self) -> None:
         """Refuse what does not go together.
 
@@ -127,9 +133,7 @@ class Plan:
     @property
     def target(self) -> float | None:
         """Return the bytes that the file may have, or None where a density decides."""
-        if self.request.ratio is not None:
-            return 2.0 * self.entries / self.request.ratio
-        return None if self.request.size is None else float(self.request.size)
+        return self.request.target(self.entries)
 
     def raw_factors(self) -> "Mapping[str, LowRank]":
         """Return the factors as trained, read lazily."""
@@ -158,13 +162,16 @@ Fields = Callable[[Encoded], dict[str, Any]]
 """The manifest's fields for a result."""
 
 
-def make_plan(ref: str, request: Request, base: Base | None = None) -> Plan:
+def make_plan(
+    ref: str, request: Request, base: Base | None = None, *, force_base: bool = False
+) -> Plan:
     """Open an expert and check everything that can be checked without computing.
 
     Args:
         ref: The adapter's folder.
         request: What is asked for.
         base: To check names, shapes and fingerprint against.
+        force_base: Accept another fingerprint (the shapes must still fit).
 
     Raises:
         UsageError: A request that makes no sense.
@@ -173,10 +180,10 @@ def make_plan(ref: str, request: Request, base: Base | None = None) -> Plan:
     request.check()
     expert = open_expert(ref, base=base)
     if base is not None:
-        expert.deltas(base)
+        expert.deltas(base, force_base=force_base)
     pairs = expert.pairs.values()
     entries = sum(pair.rank * (pair.out_features + pair.in_features) for pair in pairs)
-    warnings = list(expert.warnings)
+    warnings = [*expert.warnings, *_forced(expert, base)]
     restored = _compressed_before(expert)
     if restored is not None:
         before = restored.fields.get("method", {}).get("asked", {})
@@ -187,6 +194,13 @@ def make_plan(ref: str, request: Request, base: Base | None = None) -> Plan:
                 " was left of it"
             )
     return Plan(expert, base, request, entries, restored, tuple(warnings))
+
+
+def _forced(expert: Expert, base: Base | None) -> list[str]:
+    own = expert.base_fingerprint
+    if base is None or own in (None, base.fingerprint):
+        return []
+    return [f"--force-base: {expert.name} was made for {own}, but {base.ref} is {base.fingerprint}"]
 
 
 def _compressed_before(expert: Expert) -> Restored | None:
@@ -261,7 +275,7 @@ def manifest_fields(plan: Plan, encoded: Encoded, scores: list[dict[str, Any]]) 
     """
     expert, found = plan.expert, encoded.fidelity
     name = expert.card.base.name if expert.card else expert.config.base_name
-    fingerprint = plan.base.fingerprint if plan.base else expert.base_fingerprint
+    fingerprint = fingerprint_of(expert, plan.base)
     method: dict[str, Any] = {
         "mode": encoded.mode,
         "gauge": encoded.gauge,
@@ -272,6 +286,8 @@ def manifest_fields(plan: Plan, encoded: Encoded, scores: list[dict[str, Any]]) 
         method["alpha"] = encoded.alpha
     else:
         method["multiplier"] = short(encoded.multiplier)
+    if plan.base is not None and fingerprint != plan.base.fingerprint:
+        method["forced_base"] = plan.base.fingerprint
     fields: dict[str, Any] = {
         "base": {"id": name or "unknown"} | ({"fingerprint": fingerprint} if fingerprint else {}),
         "peft": peft_config(expert, encoded),
@@ -282,6 +298,11 @@ def manifest_fields(plan: Plan, encoded: Encoded, scores: list[dict[str, Any]]) 
         "parents": [{"name": expert.name, "sha256": expert.digest}],
     }
     return fields | ({"eval": scores} if scores else {})
+
+
+def fingerprint_of(expert: Expert, base: Base | None) -> str | None:
+    """Return the fingerprint of the base that an expert is for: its own, where it tells one."""
+    return expert.base_fingerprint or (base.fingerprint if base else None)
 
 
 def fidelity_fields(found: Fidelity) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """A full fine-tune's delta as a `.cge` file, tensor by tensor."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ from cgmerge.modules.compress.pack import (
 )
 from cgmerge.modules.expert import is_adapter
 from cgmerge.modules.fullmodel import FullExpert, open_full, task_vectors
+from cgmerge.quoting import quoted
 
 if TYPE_CHECKING:
     from cgmerge.merge.deltas import Delta
@@ -50,6 +53,27 @@ class FullPlan:
     def mode(self) -> Mode:
         """Return the mode that is used."""
         return self.request.mode or DEFAULT_MODE
+
+    @cached_property
+    def entries(self) -> int:
+        """Return the number of entries of all deltas."""
+        from cgmerge.merge.deltas import matrix_shape
+
+        return sum(math.prod(matrix_shape(delta)) for delta in self.deltas.values())
+
+    @property
+    def target(self) -> float | None:
+        """Return the bytes that the file may have, or None where a density decides."""
+        return self.request.target(self.entries)
+
+    def options(self) -> Options:
+        """Return what is asked for, but for a size."""
+        request = self.request
+        return Options(
+            density=request.density,
+            multiplier=request.multiplier,
+            alpha=1.0 if request.alpha is None else request.alpha,
+        )
 
 
 @dataclass(frozen=True)
@@ -78,36 +102,45 @@ def plan_full(ref: str, request: Request, base: Base | None) -> FullPlan:
         raise UsageError(
             f"{ref} is a full model: its delta is relative to a base",
             code="base",
-            hint="add --base BASE",
+            hint=f"add --base BASE: cgmerge compress {quoted(ref)} --base BASE -o FILE.cge",
         )
     mode = request.mode or DEFAULT_MODE
-    odd = next((n for n in ("size", "ratio", "gauge") if getattr(request, n) is not None), None)
+    odd = "gauge" if request.gauge is not None else None
     if mode not in FULL_MODES or odd is not None:
         raise UsageError(
             f"a full fine-tune cannot be compressed by {odd or f'mode {mode}'}",
             code="mode" if odd is None else odd,
-            hint="use --mode ternary or compeft and --density, or make an adapter with"
-            " `cgmerge extract`",
+            hint="use --mode ternary or compeft, or make an adapter: cgmerge extract"
+            f" {quoted(ref)} --base {quoted(base.ref)} --rank 16 -o OUT",
         )
     expert = open_full(ref, base)
     (deltas,) = task_vectors([expert], base)
     return FullPlan(expert, base, request, deltas)
 
 
-def write_full(plan: FullPlan, out: Path, *, overwrite: bool = False) -> FullPacked:
+def write_full(
+    plan: FullPlan,
+    out: Path,
+    options: Options | None = None,
+    scores: list[dict[str, Any]] | None = None,
+    *,
+    overwrite: bool = False,
+) -> FullPacked:
     """Compress and write; the delta is read once to measure and once to write.
+
+    Args:
+        plan: From `plan_full`.
+        out: The `.cge` file.
+        options: Density and strength; default those of the plan, where no size is asked for.
+        scores: Entries of `eval` in the manifest.
+        overwrite: Replace a file that exists.
 
     Raises:
         Incompatible: The model is the base.
         Damaged: Values that are no numbers.
         StorageError: Disk full and the like; nothing is left behind.
     """
-    request = plan.request
-    options = Options(
-        density=request.density,
-        multiplier=request.multiplier,
-        alpha=1.0 if request.alpha is None else request.alpha,
-    )
+    options = options or plan.options()
     measured = measure_tensors(plan.mode, plan.deltas, options)
     if measured.fidelity.total.coded_sq <= 0:
         raise Incompatible(
@@ -115,7 +148,7 @@ def write_full(plan: FullPlan, out: Path, *, overwrite: bool = False) -> FullPac
             code="no_effect",
             hint="check that the full model is the trained one",
         )
-    fields = _fields(plan, options, measured)
+    fields = _fields(plan, options, measured) | ({"eval": scores} if scores else {})
     parts = encode_tensors(plan.mode, plan.deltas, options)
     details = manifest_details(measured.fidelity)
     written = write_cge(out, parts, {}, fields, details=details, overwrite=overwrite)
@@ -132,7 +165,7 @@ def _fields(plan: FullPlan, options: Options, measured: Measured) -> dict[str, A
     if plan.mode == "compeft":
         method["alpha"] = options.alpha
     elif options.multiplier is not None:
-        method["multiplier"] = options.multiplier
+        method["multiplier"] = short(options.multiplier)
     files = sorted(set(plan.expert.model.files.values()))
     return {
         "base": {"id": plan.base.ref, "fingerprint": plan.base.fingerprint},

@@ -20,6 +20,7 @@ ALPHAS = (0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 """The grids of the paper."""
 
 _REFINEMENTS = 2
+MOST_FACTORS = len(FACTORS) + 2 * _REFINEMENTS
 
 Score = tuple[float, ...]
 """Compared entry by entry; larger is better."""
@@ -58,24 +59,34 @@ def tune_multiplier(encoded: Encoded, score: Scorer) -> Tuned:
         encoded: With any multiplier; the grid is relative to it.
         score: Of factors; called once for each trial, about a dozen times.
     """
-    tried: dict[float, Trial] = {}
 
-    def attempt(factor: float) -> None:
-        if factor not in tried:
-            scaled = encoded.times(factor)
-            found = score(decode(scaled.coded))
-            tried[factor] = Trial(scaled.multiplier, scaled.density, found)
+    def attempt(factor: float) -> Trial:
+        scaled = encoded.times(factor)
+        return Trial(scaled.multiplier, scaled.density, score(decode(scaled.coded)))
 
-    for factor in FACTORS:
-        attempt(factor)
+    best, trials = search_factor(attempt)
+    return Tuned(encoded.times(best), trials[best], tuple(trials.values()))
+
+
+def search_factor(attempt: Callable[[float], Trial]) -> tuple[float, dict[float, Trial]]:
+    """Search one factor: a grid, then between the best and its neighbours.
+
+    Args:
+        attempt: Scores a factor; called at most `MOST_FACTORS` times, never twice for one.
+
+    Returns:
+        The best factor, the smallest of equals, and all that were tried in their order.
+    """
+    tried = {factor: attempt(factor) for factor in FACTORS}
     for _ in range(_REFINEMENTS):
         grid = sorted(tried)
         place = grid.index(_best(tried))
         for neighbour in (place - 1, place + 1):
             if 0 <= neighbour < len(grid):
-                attempt(round((grid[place] * grid[neighbour]) ** 0.5, 4))
-    best = _best(tried)
-    return Tuned(encoded.times(best), tried[best], tuple(tried.values()))
+                factor = round((grid[place] * grid[neighbour]) ** 0.5, 4)
+                if factor not in tried:
+                    tried[factor] = attempt(factor)
+    return _best(tried), tried
 
 
 def tune_published(
@@ -156,15 +167,15 @@ class Search:
     def count(self, options: Options) -> int:
         """Return how many settings `tune` scores at most; 0 where nothing is left to choose."""
         if self.mode == "compeft":
-            choices = len(self.alphas) * len(_densities(options))
+            choices = len(self.alphas) * len(densities_of(options))
             return 0 if choices == 1 else choices
-        return len(FACTORS) + 2 * _REFINEMENTS if self.multiplier is None else 0
+        return MOST_FACTORS if self.multiplier is None else 0
 
     def tune(self, options: Options, score: Scorer) -> Tuned:
         """Search, and remember what was found."""
         if self.mode == "compeft":
             found = tune_published(
-                self.factors, options, score, densities=_densities(options), alphas=self.alphas
+                self.factors, options, score, densities=densities_of(options), alphas=self.alphas
             )
         else:
             plain = encode(self.mode, self.factors, options)
@@ -190,7 +201,7 @@ class Search:
         return self.found.best.density
 
 
-def _densities(options: Options) -> Sequence[float]:
+def densities_of(options: Options) -> Sequence[float]:
     """Return what is tried: one density where the caller fixed it or a size."""
     if options.target is not None or options.density is not None:
         return (options.density or 1.0,)

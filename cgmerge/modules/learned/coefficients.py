@@ -67,8 +67,10 @@ class Coefficients:
 
     def means(self) -> list[float]:
         """Return each expert's mean over all modules, which shows its part in the whole."""
-        sizes = torch.tensor([len(group) for group in self.groups.members], dtype=torch.float64)
-        found: list[float] = (self.values @ sizes / sizes.sum()).tolist()
+        sizes = [len(group) for group in self.groups.members]
+        # A mean of one group must be its value to the last bit: it is then the weight itself.
+        shares = torch.tensor([size / sum(sizes) for size in sizes], dtype=torch.float64)
+        found: list[float] = (self.values @ shares).tolist()
         return found
 
     def record(self) -> dict[str, Any]:

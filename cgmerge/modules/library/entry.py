@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from cgmerge import strictjson
 from cgmerge.errors import Damaged, Incompatible, LimitExceeded, Unsafe, UsageError
@@ -27,8 +27,7 @@ _MAX_TAGS = 100
 _MAX_SIZE = 2**53
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One file of an expert: its sha256 and its bytes."""
 
     sha256: str
@@ -140,7 +139,7 @@ def file_name(name: str) -> str:
 
 def digest_of(files: Mapping[str, Part]) -> str:
     """Return the sha256 of one line `sha256 size name` for each file, in the order of names."""
-    lines = [f"{part.sha256} {part.size} {name}\n" for name, part in sorted(files.items())]
+    lines = [f"{sha256} {size} {name}\n" for name, (sha256, size) in sorted(files.items())]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
@@ -158,10 +157,9 @@ def parse_entry(data: bytes, *, file: str, source: str) -> Entry:
         Unsafe: Names that lead elsewhere, or beyond a limit.
     """
     quick = _quick(data)
-    if quick is not None and file_name(quick["name"]) == file and is_name(quick["name"]):
-        entry = _entry(quick, {name: Part(*part) for name, part in quick["files"].items()})
-        if digest_of(entry.files) == entry.digest:
-            return entry
+    named = quick is not None and file_name(quick.name) == file and is_name(quick.name)
+    if quick is not None and named and digest_of(quick.files) == quick.digest:
+        return quick
     raw = _raw(data, source)
     files = _files(raw.get("files"), source)
     name = raw.get("name")
@@ -189,21 +187,41 @@ def _entry(raw: Mapping[str, Any], files: dict[str, Part]) -> Entry:
     return Entry(name=raw["name"], files=files, tags=tags, **fields)
 
 
-def _quick(data: bytes) -> dict[str, Any] | None:
-    """Parse an entry that has exactly the form in which they are written; None for others.
+def _quick(data: bytes) -> Entry | None:
+    """Read an entry that has exactly the form in which they are written; None for others.
 
-    All checks of the long way in one pattern: libraries have thousands of entries.
+    Libraries have thousands of entries: one pattern makes all checks of the long way but those of
+    the name and the digest. No text has an escape, so that what stands there is what it means.
     """
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
         return None
-    if not _FORM.fullmatch(text) or not text[:-1].isprintable():
+    match = _FORM.fullmatch(text)
+    if match is None or not (text.isascii() or text[:-1].isprintable()):
         return None
-    raw: dict[str, Any] = json.loads(text)
-    # A key that comes twice is in the text, and is not in what was parsed.
-    keys = len(_FIELDS) + 3 + len(raw["files"]) + len(raw["scores"])
-    return raw if text.count('":') == keys else None
+    base, fingerprint, digest, expert, listed, kind, licence, name, *rest = match.groups()
+    parameters, rank, scored, skill, tagged = rest
+    parts = _PART.findall(listed)
+    files = {file: Part(sha256, int(size)) for file, sha256, size in parts}
+    scores: dict[str, float] = _SCAN(scored)[0]
+    if len(files) < len(parts) or len(scores) < scored.count('":'):
+        return None  # a key that comes twice
+    return Entry(
+        name=name,
+        kind=kind,
+        files=files,
+        digest=digest,
+        expert=expert,
+        base=base,
+        base_fingerprint=fingerprint,
+        skill=skill,
+        parameters=int(parameters),
+        rank=None if rank is None else int(rank),
+        scores=scores,
+        license=licence,
+        tags=tuple(_SCAN(tagged)[0]),
+    )
 
 
 def _raw(data: bytes, source: str) -> dict[str, Any]:
@@ -274,26 +292,29 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
 
 
 def _form() -> re.Pattern[str]:
-    text, digest, count = r'"[^"\\]{0,1000}"', f'"{_HEX.pattern}"', "(?:0|[1-9][0-9]{0,14})"
+    """Return the pattern of a whole file; its groups are the fields but the schema, in order."""
+    text, count = r'[^"\\\x00-\x1f\x7f]{0,1000}', "(?:0|[1-9][0-9]{0,14})"
     part = rf'"{_NAME.pattern}":\["{_HEX.pattern}",{count}\]'
-    score = rf"{text}:-?{count}(?:\.[0-9]{{1,30}})?(?:e[+-]?[0-9]{{1,2}})?"
+    score = rf'"{text}":-?{count}(?:\.[0-9]{{1,30}})?(?:e[+-]?[0-9]{{1,2}})?'
     fields = {
-        "base": text,
-        "base_fingerprint": f"(?:{text}|null)",
-        "digest": digest,
-        "expert": f"(?:{digest}|null)",
-        "files": rf"\{{{part}(?:,{part}){{0,{_MAX_FILES - 1}}}\}}",
-        "kind": f'"(?:{"|".join(KINDS)})"',
-        "license": f"(?:{text}|null)",
-        "name": f'"{_NAME.pattern}"',
-        "parameters": count,
-        "rank": f"(?:{count}|null)",
+        "base": f'"({text})"',
+        "base_fingerprint": f'(?:"({text})"|null)',
+        "digest": f'"({_HEX.pattern})"',
+        "expert": f'(?:"({_HEX.pattern})"|null)',
+        "files": rf"(\{{{part}(?:,{part}){{0,{_MAX_FILES - 1}}}\}})",
+        "kind": f'"({"|".join(KINDS)})"',
+        "license": f'(?:"({text})"|null)',
+        "name": f'"({_NAME.pattern})"',
+        "parameters": f"({count})",
+        "rank": f"(?:({count})|null)",
         "schema": f'"{re.escape(SCHEMA)}"',
-        "scores": rf"\{{(?:{score}(?:,{score})*)?\}}",
-        "skill": text,
-        "tags": rf"\[(?:{text}(?:,{text}){{0,{_MAX_TAGS - 1}}})?\]",
+        "scores": rf"(\{{(?:{score}(?:,{score})*)?\}})",
+        "skill": f'"({text})"',
+        "tags": rf'(\[(?:"{text}"(?:,"{text}"){{0,{_MAX_TAGS - 1}}})?\])',
     }
     return re.compile(r"\{" + ",".join(f'"{key}":{form}' for key, form in fields.items()) + r"\}\n")
 
 
 _FORM = _form()
+_PART = re.compile(rf'"({_NAME.pattern})":\["({_HEX.pattern})",([0-9]+)\]')
+_SCAN = json.JSONDecoder().raw_decode  # `json.loads` also looks for spaces around it

@@ -24,6 +24,7 @@ from cgmerge.modules.library.store import (
     Store,
     open_store,
 )
+from cgmerge.quoting import quoted
 from cgmerge.tensorfile import file_sha256
 
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "tokenizer*"]
@@ -89,7 +90,7 @@ def place_of(ref: str, what: str, *, offline: bool = False) -> Path:
         raise NotFound(
             f"{ref} is a library; the {what} is one of its experts",
             code="library",
-            hint=f"cgmerge ls {ref} lists them: {ref}/NAME",
+            hint=f"cgmerge ls {quoted(ref)} lists them: {quoted(f'{ref}/NAME')}",
         )
     if not {CONFIG, STORED} & set(sizes):
         if isinstance(store, Repository) and "config.json" in sizes:

@@ -8,6 +8,7 @@ from typing import Any
 
 from cgmerge import fs, strictjson
 from cgmerge.errors import UsageError
+from cgmerge.inputs import refuse_inputs
 from cgmerge.modules import mergekit
 from cgmerge.modules.builtin import NAMES
 from cgmerge.modules.compose import Plan, make_plan
@@ -34,6 +35,8 @@ def lock(words: Sequence[str], out: Path, *, overwrite: bool = False) -> dict[st
     """
     if out.suffix.lower() != ".json":
         raise UsageError(f"a lock file ends in .json, found {out.name}", code="out")
+    if is_recipe(list(words)):
+        refuse_inputs(out, [Path(words[0])])
     raw, recipe = _read(list(words))
     pinned = replace(
         recipe,
@@ -41,6 +44,7 @@ def lock(words: Sequence[str], out: Path, *, overwrite: bool = False) -> dict[st
         base=recipe.base and (recipe.base if recipe.base in NAMES else pinned_ref(recipe.base)),
     )
     plan = make_plan(pinned)
+    refuse_inputs(out, [expert.folder for expert in plan.experts])
     content = {**raw, "experts": _experts(pinned, plan, out)}
     if pinned.base is not None and plan.base is not None:
         ref = pinned.base if pinned.base in NAMES else _from(pinned.base, out)

@@ -7,6 +7,7 @@ from typing import cast
 
 from cgmerge import fs
 from cgmerge.errors import NotFound, UsageError
+from cgmerge.inputs import real_path, refuse_inputs
 from cgmerge.modules.library import writing
 from cgmerge.modules.library.admit import Item, admit
 from cgmerge.modules.library.entry import Entry
@@ -18,8 +19,9 @@ from cgmerge.modules.library.library import (
     listing,
     open_library,
 )
-from cgmerge.modules.library.store import HUB, Source, Store, Writable, open_store
+from cgmerge.modules.library.store import HUB, Source, Store, Writable, local_path, open_store
 from cgmerge.modules.library.writing import Added, Removed
+from cgmerge.refs import is_in_library
 
 
 def check_free(store: Store, items: Sequence[Item], *, overwrite: bool) -> None:
@@ -65,10 +67,33 @@ def pull(ref: str, out: Path, *, overwrite: bool = False) -> Item:
         As `admit`; nothing is left behind then.
     """
     fs.check_target(out, overwrite=overwrite)
+    refuse_inputs(out, _places(ref))
     item = admit(ref, name="pulled")
     with fs.new_folder(out, overwrite=overwrite) as stage:
         copy_into(stage, item.sources)
     return item
+
+
+def refuse_nested(library: str, refs: Sequence[str]) -> None:
+    """Refuse a library that is, or lies inside, an expert that goes into it.
+
+    Raises:
+        UsageError: Naming both.
+    """
+    place = local_path(library)
+    if place is None:
+        return
+    for ref in refs:
+        own = [part for part in _places(ref) if real_path(place) not in real_path(part).parents]
+        refuse_inputs(place, [part for part in own if part != place], option="library")
+
+
+def _places(ref: str) -> list[Path]:
+    """Return what on this machine a reference reads: an expert, or the library that it is in."""
+    place = local_path(ref)
+    if place is None:
+        return []
+    return [place.parent] if is_in_library(place) else [place]
 
 
 def push(
@@ -111,6 +136,7 @@ def push(
         hubwriting.publish(library, item, overwrite=overwrite, private=private)
         return Added(new=[item.entry.name])
     store = open_store(library)
+    refuse_nested(library, [source])
     check_free(store, [item], overwrite=overwrite)
     return add_to(store, [item], overwrite=overwrite, private=private)
 

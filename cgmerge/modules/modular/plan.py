@@ -92,7 +92,7 @@ def make_modular_plan(many: Sequence[TrainSettings], params: ModularParams) -> M
     """
     out = _common_out(many)
     _refuse(many)
-    tasks = tuple(make_plan(settings) for settings in many)
+    tasks = tuple(make_plan(settings.with_changes({"out": out})) for settings in many)
     rows = tuple(row for plan in tasks for row in plan.rows)
     first = tasks[0]
     joint = replace(

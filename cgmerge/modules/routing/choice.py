@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 _FEW = 4
+_SMALL = 1 << 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,8 @@ class Choice:
     ) -> tuple[Int[Tensor, "*batch k"], Float[Tensor, "*batch k"]]:
         """Return the k best experts and their weights; of equal scores the first expert."""
         k = min(self.top_k or scores.shape[-1], scores.shape[-1])
-        chosen = first_best(scores, k)
-        kept = scores.gather(-1, chosen) / self.temperature
-        return chosen, kept.softmax(dim=-1)
+        chosen, kept = first_best(scores, k)
+        return chosen, (kept / self.temperature).softmax(dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,16 @@ class Sigmoid(Choice):
         return scores.sigmoid()
 
 
-def first_best(scores: Float[Tensor, "*batch experts"], k: int) -> Int[Tensor, "*batch k"]:
-    """Return the indices of the k highest scores, best first; `topk` leaves ties undefined."""
-    if k > _FEW:
-        return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+def first_best(
+    scores: Float[Tensor, "*batch experts"], k: int
+) -> tuple[Int[Tensor, "*batch k"], Float[Tensor, "*batch k"]]:
+    """Return indices and values of the k highest scores, best first, of equal ones the first.
+
+    `topk` leaves open which of equal scores it takes.
+    """
+    if k > _FEW or scores.numel() <= _SMALL:  # one operation, but all experts are put in order
+        values, order = scores.sort(dim=-1, descending=True, stable=True)
+        return order[..., :k], values[..., :k]
     # -inf marks what is taken already; what cannot be chosen comes after everything else.
     left, found = scores.clamp_min(torch.finfo(scores.dtype).min), []
     for _ in range(k):
@@ -62,4 +68,5 @@ def first_best(scores: Float[Tensor, "*batch experts"], k: int) -> Int[Tensor, "
         found.append(best)
         if len(found) < k:
             left = left.scatter(-1, best, -torch.inf)
-    return torch.cat(found, dim=-1)
+    chosen = torch.cat(found, dim=-1)
+    return chosen, scores.gather(-1, chosen)

@@ -17,7 +17,7 @@ from cgmerge.modules.routing.stack import Stack
 
 SPARSE_FROM = 3
 """`sparse` is taken where there are more than so many experts for each that a token uses."""
-SPARSE_TOKENS = 32
+SPARSE_TOKENS = 256
 """…and at least so many tokens: below, finding out who goes where costs more than it saves."""
 
 Part = Tensor | tuple[Tensor, Tensor]

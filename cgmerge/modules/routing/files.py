@@ -121,7 +121,7 @@ def save_composition(out: Path, contents: Contents, *, overwrite: bool = False) 
     """
     out = fs.absolute(out)
     with fs.new_folder(out, overwrite=overwrite) as stage:
-        (stage / EXPERTS).mkdir()
+        fs.make_folder(stage / EXPERTS)
         for member in contents.members:
             _write_member(stage / EXPERTS / member.name, member, contents.base)
         tensors = contents.router.tensors()
@@ -151,7 +151,7 @@ def _plain(tensor: "Tensor") -> "Tensor":
 
 
 def _write_member(folder: Path, member: Member | Fresh, base: BaseId) -> None:
-    folder.mkdir()
+    fs.make_folder(folder)
     if isinstance(member, Fresh):
         member.write(folder)
         return

@@ -43,9 +43,9 @@ class Mark:
     loss: float
     score: float
 
-    def as_dict(self) -> dict[str, float]:
-        """Return it for the record."""
-        return {"loss": self.loss, "score": self.score}
+    def as_dict(self) -> dict[str, float | None]:
+        """Return it for the record, where NaN and infinity cannot stand."""
+        return {"loss": self.loss if math.isfinite(self.loss) else None, "score": self.score}
 
 
 class Support:
@@ -75,7 +75,7 @@ class Support:
                 losses, right = row_losses(self.model, part)
                 loss += float((losses.double() * weight).sum())
                 score += float((right.double() * weight).sum())
-        return Mark(loss, score)
+        return Mark(loss, round(score, 12))  # a sum of shares: all of them are 1, not 0.999…
 
     def parts(self, places: Sequence[int]) -> Iterator[tuple[Batch, Float[Tensor, " rows"]]]:
         """Yield some examples in batches that fit into memory, with weights that sum to 1."""
@@ -200,9 +200,10 @@ class _Run:
                     loss = loss + self.steps.penalty(batch) * float(weights.sum())
                 whole += float(loss.detach())
                 loss.backward()
-        self.curve.append(whole)
         if self.full:
             self.note(whole)
+        if math.isfinite(whole):
+            self.curve.append(whole)
         return whole
 
     def look(self) -> None:

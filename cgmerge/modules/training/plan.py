@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cgmerge.errors import DataError, Incompatible, UsageError
+from cgmerge.inputs import refuse_inputs
 from cgmerge.modules.base import Base, open_base
 from cgmerge.modules.data import (
     DataFile,
@@ -131,6 +132,7 @@ def make_plan(settings: TrainSettings) -> Plan:
     files = tuple(read_data(path) for path in settings.data)
     eval_files = tuple(read_data(path) for path in settings.eval_data)
     base = open_base(settings.base)
+    refuse_inputs(settings.out, [*settings.data, *settings.eval_data, base.folder])
     device = _device(settings)
     dtype = str(pick_dtype(settings.dtype, device)).removeprefix("torch.")
     tokenizer = load_tokenizer(base)

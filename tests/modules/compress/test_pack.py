@@ -201,7 +201,7 @@ def test_a_file_that_is_no_adapter_is_refused(expert, tmp_path):
         coded = [file.read(name) for name in file.coded]
         fields = {key: file.manifest[key] for key in ("base", "peft", "method")}
     write_cge(tmp_path / "full.cge", coded, {}, {**fields, "peft": None})
-    with pytest.raises(Incompatible, match="full fine-tune"):
+    with pytest.raises(Incompatible, match="full model"):
         decompress(tmp_path / "full.cge", tmp_path / "o")
     write_cge(tmp_path / "half.cge", coded[1:], {}, fields)
     with pytest.raises(Damaged, match="with a twin"):

@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgmerge.errors import Damaged, Incompatible, InputError, Unsafe, UsageError
+from cgmerge.modules.library import entry as entries
 from cgmerge.modules.library.entry import (
     MAX_BYTES,
     Entry,
     Part,
+    _quick,
     check_name,
     digest_of,
     is_name,
@@ -226,3 +228,33 @@ def test_what_only_looks_as_written_here(old, new):
     assert data.count(old) == 1
     with pytest.raises(InputError):
         parse(data.replace(old, new))
+
+
+ODD = st.sampled_from([*'"\\,:{}[]0e.-9 \t\n\x7f\x1f\u2028äa', "", '"x":1,', '"rank":3,', "null"])
+
+
+@given(place=st.integers(0, 10_000), cut=st.integers(0, 2), new=ODD, tags=st.booleans())
+def test_the_quick_way_reads_what_the_long_way_reads(place, cut, new, tags):
+    """Whatever is done to a file: the same entry, or the same refusal."""
+    scores = {"exact_match": 0.5, "loglik": -1e-05, "n": 3} if tags else {}
+    good = entry(scores=scores, tags=("x", "ü") if tags else (), base="b", rank=3, skill="s")
+    text = good.to_bytes().decode()
+    place %= len(text)
+    data = (text[:place] + new + text[place + cut :]).encode()
+    found = []
+    for quick in (_quick, lambda _: None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(entries, "_quick", quick)
+            try:
+                found.append(parse(data))
+            except InputError as error:
+                found.append(error.code)
+    assert found[0] == found[1]
+
+
+def test_what_is_written_is_read_the_quick_way():
+    good = entry(scores={"exact_match": 0.5}, tags=("x", "ü"), rank=3, base_fingerprint="f")
+    assert _quick(good.to_bytes()) == good
+    assert _quick(entry().to_bytes()) == entry()
+    assert _quick(good.to_bytes() + b" ") is None
+    assert _quick(good.to_bytes().replace(b'"skill":""', b'"skill":"\xc2\x85"')) is None

@@ -287,16 +287,14 @@ def test_an_error_leaves_the_base_alone(base):
 
 def test_routers_and_bases_that_do_not_fit_are_refused(base):
     found = stacks(pair())
-    with pytest.raises(Incompatible, match="the model has no module"):
-        with routed(base, {"nowhere": next(iter(found.values()))}, TABLE):
-            pass
     short = constant({"model.layers.0.mlp.up_proj": found["model.layers.0.mlp.up_proj"]}, [1.0, 1])
-    with pytest.raises(Incompatible, match="the router knows nothing about module"):
-        with routed(base, found, short):
-            pass
     one_layer = constant(found, [0.5, 0.5], "layer", ["model.layers.0"])
-    with pytest.raises(Incompatible, match="the layer of module model.layers.1"):
-        with routed(base, found, one_layer):
+    for deltas, router, message in (
+        ({"nowhere": next(iter(found.values()))}, TABLE, "the model has no module"),
+        (found, short, "the router knows nothing about module"),
+        (found, one_layer, "the layer of module model.layers.1"),
+    ):
+        with pytest.raises(Incompatible, match=message), routed(base, deltas, router):
             pass
     assert not any(isinstance(m, SequenceLinear | TokenLinear) for m in base.model.modules())
 

@@ -22,16 +22,21 @@ def test_weights_are_those_of_a_sorted_list(scores, k):
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 6])
-def test_of_equal_scores_the_first_experts_are_kept(k):
-    scores = torch.tensor([[1.0, 2.0, 2.0, 2.0, 1.0, 2.0, 2.0]])
-    assert first_best(scores, k)[0].tolist() == [1, 2, 3, 5, 6, 0, 4][:k]
+@pytest.mark.parametrize("tokens", [1, 1000])
+def test_of_equal_scores_the_first_experts_are_kept(k, tokens):
+    scores = torch.tensor([[1.0, 2.0, 2.0, 2.0, 1.0, 2.0, 2.0]]).repeat(tokens, 1)
+    chosen, values = first_best(scores, k)
+    assert chosen.tolist() == [[1, 2, 3, 5, 6, 0, 4][:k]] * tokens
+    assert torch.equal(values, scores.gather(1, chosen))
 
 
 @pytest.mark.parametrize("k", [2, 5])
-def test_experts_that_are_not_there_get_nothing(k):
-    scores = torch.tensor([[-math.inf, 1.0, -math.inf, -math.inf, -math.inf, -math.inf]])
-    for chosen in (Choice(k), Choice()):
-        assert chosen.weights(scores)[0].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+@pytest.mark.parametrize("tokens", [1, 1000])
+def test_experts_that_are_not_there_get_nothing(k, tokens):
+    row = [-math.inf, 1.0, -math.inf, -math.inf, -math.inf, -math.inf]
+    for choice in (Choice(k), Choice()):
+        found = choice.weights(torch.tensor([row]).repeat(tokens, 1))
+        assert found.tolist() == [[0.0, 1.0, 0.0, 0.0, 0.0, 0.0]] * tokens
 
 
 def test_more_than_there_are_means_all():

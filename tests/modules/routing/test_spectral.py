@@ -41,9 +41,7 @@ def test_directions_do_not_depend_on_how_a_delta_is_factored():
     other = LowRank(torch.linalg.inv(turn) @ delta.a, delta.b @ turn)
     flipped = LowRank(-delta.a, delta.b)
     for same in (other, flipped):
-        assert torch.allclose(
-            leading_directions(same, 2), leading_directions(delta, 2), atol=1e-4
-        )
+        assert torch.allclose(leading_directions(same, 2), leading_directions(delta, 2), atol=1e-4)
 
 
 def test_dependent_factors_have_fewer_directions():
@@ -137,6 +135,4 @@ def test_scores_have_no_sign():
     router = spectral_router({"m": Stack.of([delta["m"]])}, directions=1, choice=Choice())
     scorer, x = router.rules["m"].scorer, torch.randn(4, 5)
     mirrored = Subspace(rows=-scorer.rows, present=scorer.present)
-    assert torch.equal(
-        scorer.scores(x, x @ scorer.rows.T), mirrored.scores(x, x @ mirrored.rows.T)
-    )
+    assert torch.equal(scorer.scores(x, x @ scorer.rows.T), mirrored.scores(x, x @ mirrored.rows.T))

@@ -1,0 +1,102 @@
+"""What `cgmerge compress` says of a file that it wrote, adapters and full models alike."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cgmerge.cli.output import Output
+
+if TYPE_CHECKING:
+    from cgmerge.evals.compression import Kept
+    from cgmerge.modules.compress.fidelity import Fidelity
+    from cgmerge.modules.compress.pack import Plan
+    from cgmerge.modules.compress.packfull import FullPlan
+
+SCHEMA = "cgmerge.compress/1"
+
+
+def facts_of(
+    plan: "Plan | FullPlan", out: Path, size: int, fields: dict[str, Any], kept: "Kept | None"
+) -> dict[str, Any]:
+    """Return the documented keys of `compress --json`."""
+    entries = int(fields["sizes"]["parameters"])
+    return {
+        "out": str(out),
+        "mode": fields["method"]["mode"],
+        "size_bytes": size,
+        "ratio_file": fields["sizes"]["bytes"] / size,
+        "ratio_16bit": 2 * entries / size,
+        "bits_per_param": 8 * size / entries,
+        "density": fields["method"]["density"],
+        "delta_error": fields["fidelity"]["error"],
+        "cosine_min": fields["fidelity"]["cosine_min"],
+        "cosine": fields["fidelity"]["cosine"],
+        "score_before": kept.before.score if kept else None,
+        "score_after": kept.after.score if kept else None,
+        "score_interval": [kept.after.low, kept.after.high] if kept else None,
+        "gain_kept": kept.share if kept else None,
+        "emptied": [],
+        "asked": plan.request.asked(),
+        "parameters": entries,
+    }
+
+
+def report(
+    plan: "Plan | FullPlan",
+    out: Path,
+    size: int,
+    fields: dict[str, Any],
+    output: Output,
+    kept: "Kept | None",
+) -> dict[str, Any]:
+    """Say what was written; return the documented keys."""
+    facts = facts_of(plan, out, size, fields, kept)
+    fidelity, method = fields["fidelity"], fields["method"]
+    asked = plan.request.density
+    output.line(
+        "size",
+        f"{size:,} bytes: 1/{facts['ratio_file']:.1f} of the file, 1/{facts['ratio_16bit']:.1f} of"
+        f" 16 bits, {facts['bits_per_param']:.3f} bits per parameter",
+    )
+    output.line(
+        "density",
+        f"{method['density']:.4f}" + (f" (asked {asked:g})" if asked is not None else ""),
+    )
+    output.line(
+        "error",
+        f"{fidelity['error']:.2%} of ‖ΔW‖, cosine {fidelity['cosine']:.3f}"
+        f" (lowest module {fidelity['cosine_min']:.3f}, mean {fidelity['cosine_mean']:.3f})",
+    )
+    if kept:
+        share = "" if kept.share is None else f"; {kept.share:.1%} of the gain kept"
+        output.line(
+            "score",
+            f"{kept.before.score:.3f} before, {kept.after.score:.3f}"
+            f" [{kept.after.low:.3f}, {kept.after.high:.3f}] after, base {kept.base.score:.3f}"
+            f"{share}",
+        )
+    output.line("wrote", str(out))
+    return facts
+
+
+def warn_of_unused(plan: "Plan | FullPlan", size: int, output: Output) -> None:
+    """Say where a mode could not use the bytes that were asked for."""
+    if plan.target is None or size >= 0.9 * plan.target:
+        return
+    other = "svdq uses more" if plan.mode == "ternary" else "a folder may be what you want"
+    if not hasattr(plan.expert, "pairs"):
+        other = "every entry is kept as a sign"
+    output.warn(
+        f"mode {plan.mode} cannot use more than {size:,} bytes here, of"
+        f" {plan.target:,.0f} asked for; {other}"
+    )
+
+
+def warn_of(emptied: list[str], found: "Fidelity", output: Output) -> None:
+    """Name the modules without effect, and with `--verbose` what became of each."""
+    if emptied:
+        shown = ", ".join(emptied[:5]) + (" …" if len(emptied) > 5 else "")
+        output.warn(
+            f"{len(emptied)} of {len(found.modules)} modules have no effect any more: {shown}"
+        )
+    for name, part in found.modules.items():
+        output.detail("module", f"{name}: error {part.error:.2%}, cosine {part.cosine:.3f}")
