@@ -76,7 +76,7 @@ def test_a_result_is_replaced_only_when_asked_and_nothing_else_ever(place, run):
     (place / "mine").mkdir()
     (place / "mine/notes.txt").write_text("keep")
     refused(run(*words, "-o", "mine", "--overwrite"), 2, "usage.out_exists")
-    refused(run(*words, "-o", "base", "--overwrite"), 2, "usage.out_is_base")
+    refused(run(*words, "-o", "base", "--overwrite"), 2, "usage.out_is_input")
     refused(run(*words, "-o", ".", "--overwrite"), 2, "usage.out_holds_input")
     refused(run(*words, "-o", "out/experts/skill-0", "--overwrite"), 2, "usage.out_exists")
 
