@@ -104,6 +104,12 @@ def make_modular_plan(many: Sequence[TrainSettings], params: ModularParams) -> M
         eval_rows=tuple(row for plan in tasks for row in plan.eval_rows),
         warnings=tuple(dict.fromkeys(text for plan in tasks for text in plan.warnings)),
     )
+    if joint.dtype == "float16":
+        raise UsageError(
+            "--modular does not scale losses, without which slopes vanish in float16",
+            code="dtype",
+            hint="--dtype bfloat16 or float32",
+        )
     plan = ModularPlan(params, tasks, joint, out)
     frame = plan.frame
     count = frame.tasks * len(frame.places) * frame.skills

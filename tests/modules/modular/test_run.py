@@ -238,6 +238,7 @@ def test_the_start_is_drawn_once_for_all_granularities(place, tmp_path):
         ({"dropout": 0.1}, "dropout"),
         ({"gradient_checkpointing": True}, "gradient_checkpointing"),
         ({"checkpoint_steps": 5}, "checkpoint_steps"),
+        ({"dtype": "float16"}, "float16"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused_by_name(place, tmp_path, changes, said):
