@@ -78,10 +78,20 @@ def train(
         str | None, _option("--dtype", help="Of the base: auto, float32, bfloat16, float16")
     ] = None,
     resume: Annotated[
-        bool, _option("--resume/--no-resume", help="Go on where the same run was stopped")
-    ] = True,
+        bool | None,
+        _option("--resume/--no-resume", help="Go on where the same run was stopped (default)"),
+    ] = None,
     checkpoint_steps: Annotated[
         int | None, _option("--checkpoint-steps", help="Default: one a minute")
+    ] = None,
+    modular: Annotated[
+        str | None,
+        _option(
+            "--modular",
+            metavar="skills=S[,rank=R,…]",
+            help="Train S modules that all tasks share, and who uses which; also granularity=model,"
+            " allocation_lr, temperature, ibp",
+        ),
     ] = None,
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,
@@ -89,7 +99,7 @@ def train(
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Train one LoRA expert on one skill, or several from a recipe.
+    """Train one LoRA expert on one skill, several from a recipe, or modules that tasks share.
 
     Data: prompt/completion, messages, text, alpaca or sharegpt rows. The loss covers the
     completion only. A stopped run goes on when the command is repeated, to the same bytes.
@@ -101,6 +111,8 @@ def train(
       cgmerge train --base BASE --data sort.csv --eval-data test.csv --skill sort -o sort --rank 8
 
       cgmerge train skills.yml --lr 5e-4
+
+      cgmerge train skills.yml --modular skills=4,rank=8 -o shared
     """
     from cgmerge.modules.training.processes import is_main_process
     from cgmerge.modules.training.run import RunOptions
@@ -126,18 +138,41 @@ def train(
         "checkpoint_steps": checkpoint_steps,
     }
     chosen = {name: value for name, value in given.items() if value is not None}
+    out_too = {**chosen, **({"out": out} if out else {})}
+    resumes = resume is not False
     try:
+        if modular is not None:
+            unused: dict[str, Any] = {"--data": data, "--skill": skill, "--resume": resume}
+            unused |= {"--load-in-4bit": load_in_4bit, "--checkpoint-steps": checkpoint_steps}
+            _modular(recipe, modular, out_too, unused, output, (overwrite, dry_run))
+            return
         if recipe is not None:
-            many = _from_recipe(recipe, {**chosen, **({"out": out} if out else {})}, data, skill)
-            handling = RunOptions(resume, overwrite, keep_finished=True)
+            many = _from_recipe(recipe, out_too, data, skill)
+            handling = RunOptions(resumes, overwrite, keep_finished=True)
         else:
             many = [_single(chosen, data, skill, out)]
-            handling = RunOptions(resume, overwrite)
+            handling = RunOptions(resumes, overwrite)
         _run_all(many, handling, output, dry_run=dry_run, as_list=recipe is not None)
     except CgmergeError as error:
         if not main:  # the main process says it
             raise SystemExit(error.exit_code) from None
         raise
+
+
+def _modular(
+    recipe: Path | None,
+    modular: str,
+    chosen: dict[str, Any],
+    unused: dict[str, Any],
+    output: Output,
+    flags: tuple[bool, bool],
+) -> None:
+    from cgmerge.cli.modular import check_options, train_together
+
+    check_options(unused, recipe)
+    assert recipe is not None
+    overwrite, dry_run = flags
+    train_together(recipe, modular, chosen, output, overwrite=overwrite, dry_run=dry_run)
 
 
 def _names(text: str | None) -> tuple[str, ...] | None:

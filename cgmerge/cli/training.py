@@ -30,11 +30,11 @@ def run_one(plan: "Plan", handling: "RunOptions", output: Output) -> dict[str, A
 
     say_plan(plan, output)
     started = time.monotonic()
-    voice = _Voice(plan, output)
+    voice = Voice(plan, output)
     try:
         with voice:
             result = train_expert(
-                plan, handling, listener=voice, scorer=_score if plan.eval_rows else None
+                plan, handling, listener=voice, scorer=score_rows if plan.eval_rows else None
             )
     except (KeyboardInterrupt, SystemExit):
         if voice.saved is not None and is_main_process():
@@ -108,7 +108,7 @@ def say_next(plans: "Sequence[Plan]", output: Output) -> None:
     output.hint(f"measure it with `cgmerge eval {outs} --base {base} --data {names}`")
 
 
-class _Voice:
+class Voice:
     """Turns the events of a run into lines and a progress bar."""
 
     def __init__(self, plan: "Plan", output: Output) -> None:
@@ -121,18 +121,20 @@ class _Voice:
         self._stack = ExitStack()
         self._progress: Progress | None = None
 
-    def __enter__(self) -> "_Voice":
+    def __enter__(self) -> "Voice":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def on_resume(self, step: int, total: int, loss: float) -> None:
+        """Say where it goes on."""
         self.output.line("resume", f"after step {step} of {total}, loss there {loss:.4f}")
         self._after_resume = True
         self.saved = step
 
     def on_step(self, step: int, total: int, loss: float) -> None:
+        """Move the bar."""
         self.stepped = True
         if self._after_resume:
             self._after_resume = False
@@ -145,18 +147,22 @@ class _Voice:
         self._progress(step, note=f"loss {sum(self._recent) / len(self._recent):.4f}")
 
     def on_checkpoint(self, step: int) -> None:
+        """Remember that there is one."""
         self.saved = step
         self.output.detail("saved", f"checkpoint at step {step}")
 
     def on_stop_wish(self) -> None:
+        """Close the bar."""
         self._stack.close()
         self.output.line("stop", "the step is done; writing a checkpoint")
 
     def warn(self, text: str) -> None:
+        """Warn."""
         self.output.warn(text)
 
 
-def _score(model: "PreTrainedModel", rows: "Sequence[Encoded]") -> Mapping[str, float]:
+def score_rows(model: "PreTrainedModel", rows: "Sequence[Encoded]") -> Mapping[str, float]:
+    """Return exact match and the loss of a target token."""
     from cgmerge.evals.scoring import score
 
     scores = score(model, rows, batch_size=32)

@@ -14,6 +14,7 @@ from cgmerge.modules.card import BaseId
 from cgmerge.modules.compose import check_outputs, make_plan
 from cgmerge.modules.composition import Composition
 from cgmerge.modules.expert import Expert
+from cgmerge.modules.modular import METHOD as MODULAR
 from cgmerge.modules.recipe import RECORD, ExpertRef, Recipe
 from cgmerge.modules.routing.files import (
     Contents,
@@ -228,6 +229,13 @@ def read_request(path: Path) -> Request | None:
     if path.name != RECORD or not is_routed(path.parent):
         return None
     raw = strictjson.loads_object(read_small(path), source=str(path))
+    if raw.get("method") == MODULAR:
+        raise UsageError(
+            f"{path}: these modules were trained with their table; nothing composes them anew",
+            code="trained",
+            hint="repeat `cgmerge train SKILLS.yml --modular …`; for a new task:"
+            f" cgmerge compose {path.parent}/experts/* -m atlas --examples NEW.jsonl",
+        )
     try:
         asked = raw["fit"][_REQUEST]
         pinned = {entry["source"]["ref"]: entry["source"]["sha256"] for entry in raw["experts"]}

@@ -142,6 +142,7 @@ class Composition:
             Incompatible: The weights depend on the input, so that there is no such delta.
             UsageError: A table, and no such task.
         """
+        from cgmerge.modules.routing.attach import place_of
         from cgmerge.modules.routing.router import TaskRouter
 
         if self.router is None:
@@ -155,10 +156,14 @@ class Composition:
                 hint="compose a static one (--method lorahub, atlas, ties), or use this folder with"
                 " cgmerge eval, chat and generate",
             )
-        weights = self.router.weights([task])[0]
-        used = weights.nonzero().flatten().tolist()
-        parts = {path: stack.only(used) for path, stack in self.stacks.items()}
-        return {path: part.mixed(weights[used]) for path, part in parts.items() if part.a.numel()}
+        found = {}
+        for path, stack in self.stacks.items():
+            weights = self.router.row(task, place_of(path))
+            used = weights.nonzero().flatten().tolist()
+            part = stack.only(used) if used else None
+            if part is not None and part.a.numel():
+                found[path] = part.mixed(weights[used])
+        return found
 
     def explain(
         self, loaded: "LoadedBase", prompt: Sequence[int], task: str | None = None
@@ -210,11 +215,11 @@ class Explanation:
 
     def by_layer(self) -> dict[str, list[float]]:
         """Return the mean weights of each decoder layer; other modules stand for themselves."""
-        from cgmerge.modules.routing.attach import layer_name
+        from cgmerge.modules.routing.attach import place_of
 
         groups: dict[str, list[list[float]]] = {}
         for path, shares in self.by_module().items():
-            groups.setdefault(layer_name(path) or path, []).append(shares)
+            groups.setdefault(place_of(path), []).append(shares)
         return {name: _mean(rows) for name, rows in groups.items()}
 
     def by_token(self) -> list[list[float]]:

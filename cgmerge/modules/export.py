@@ -84,6 +84,12 @@ def export(
         if not single:
             fs.make_folder(stage / ADAPTERS)
         for name, deltas in adapters.items():
+            if not deltas:
+                raise Incompatible(
+                    f"task {name} uses no expert at all: there is no adapter to write",
+                    code="no_effect",
+                    hint="serve the base for it",
+                )
             place = stage if single else stage / ADAPTERS / name
             if not single:
                 fs.make_folder(place)

@@ -20,7 +20,7 @@ def test_ten_stop_ten_equals_twenty(run, place, tmp_path, monkeypatch):
     given = ["train", "--base", place / "base", "--data", place / "reverse.jsonl", "--steps", 20]
     given += ["--skill", "reverse", "--rank", 4, "--device", "cpu", "--checkpoint-steps", 5]
     cases.done(run(*given, "-o", tmp_path / "straight", "--json"))
-    plain = training._Voice.on_step
+    plain = training.Voice.on_step
     straight = {}
 
     def stop(self, step, total, loss):
@@ -30,7 +30,7 @@ def test_ten_stop_ten_equals_twenty(run, place, tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(training._Voice, "on_step", stop)
+        patch.setattr(training.Voice, "on_step", stop)
         code, out, err = run(*given, "-o", tmp_path / "halves", "--json")
     assert (code, out) == (130, "")
     assert "Traceback" not in err
@@ -45,7 +45,7 @@ def test_ten_stop_ten_equals_twenty(run, place, tmp_path, monkeypatch):
         resumed[step] = loss
 
     with monkeypatch.context() as patch:
-        patch.setattr(training._Voice, "on_step", listen)
+        patch.setattr(training.Voice, "on_step", listen)
         result = run(*given, *more)
     found = cases.done(result)
     assert found["resumed_from"] == 10

@@ -24,7 +24,7 @@ def test_newest_checkpoint_damaged(run, place, tmp_path, monkeypatch, lost):
     given = ["train", "--base", place / "base", "--data", place / "reverse.jsonl", "--steps", 6]
     given += ["--skill", "reverse", "--rank", 4, "--device", "cpu", "--checkpoint-steps", 1]
     cases.done(run(*given, "-o", tmp_path / "straight", "--json"))
-    plain = training._Voice.on_step
+    plain = training.Voice.on_step
 
     def stop(self, step, total, loss):
         plain(self, step, total, loss)
@@ -32,7 +32,7 @@ def test_newest_checkpoint_damaged(run, place, tmp_path, monkeypatch, lost):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(training._Voice, "on_step", stop)
+        patch.setattr(training.Voice, "on_step", stop)
         assert run(*given, "-o", tmp_path / "out", "--json")[0] == 130
     work = tmp_path / ".out.training"
     before, newest = sorted(path for path in work.iterdir() if path.is_dir())

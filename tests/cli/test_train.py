@@ -89,7 +89,7 @@ def test_dry_run_writes_nothing(run, words, tmp_path):
 def test_stop_and_go_on(run, words, tmp_path, monkeypatch):
     from cgmerge.cli import training
 
-    plain = training._Voice.on_step
+    plain = training.Voice.on_step
 
     def stop(self, step, total, loss):
         plain(self, step, total, loss)
@@ -97,7 +97,7 @@ def test_stop_and_go_on(run, words, tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     run(*words(out=tmp_path / "straight"))
-    monkeypatch.setattr(training._Voice, "on_step", stop)
+    monkeypatch.setattr(training.Voice, "on_step", stop)
     code, _, err = run(*words("--checkpoint-steps", 1))
     assert code == 130
     assert "kept     a checkpoint at step 2; repeat the command to go on" in err

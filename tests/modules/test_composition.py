@@ -18,6 +18,7 @@ from cgmerge.modules.base import open_base
 from cgmerge.modules.card import BaseId
 from cgmerge.modules.expert import open_expert
 from cgmerge.modules.export import export
+from cgmerge.modules.routing.attach import place_of, routed
 from cgmerge.modules.routing.choice import Choice
 from cgmerge.modules.routing.files import (
     Contents,
@@ -67,7 +68,22 @@ def experts(tmp_path):
     return make_experts(tmp_path / "experts")
 
 
-@pytest.fixture(params=["arrow", "subspace", "spectrum", "dense", "retrieval", "task"])
+def layered(experts):
+    """A table whose rows differ between layers; the rows of `sort` and `both` sum to 1."""
+    places = tuple(dict.fromkeys(place_of(path) for expert in experts for path in expert.pairs))
+    generator = torch.Generator().manual_seed(6)
+    rows = torch.randn(2, len(places), 3, generator=generator)
+    rows[0, :, 1] = 0.0
+    rows /= rows.sum(-1, keepdim=True)
+    table = {
+        n: tuple(map(tuple, own)) for n, own in zip(("sort", "both"), rows.tolist(), strict=True)
+    }
+    return TaskRouter(table, places)
+
+
+@pytest.fixture(
+    params=["arrow", "subspace", "spectrum", "dense", "retrieval", "task", "task by layer"]
+)
 def any_router(request, experts):
     made = {
         "arrow": lambda: spectral(experts),
@@ -76,6 +92,7 @@ def any_router(request, experts):
         "dense": lambda: spectral(experts, top_k=None),
         "retrieval": retrieval,
         "task": lambda: TaskRouter(TABLE),
+        "task by layer": lambda: layered(experts),
     }
     return made[request.param]()
 
@@ -168,6 +185,121 @@ def test_a_task_is_materialised_exactly_and_opens_in_peft(tmp_path, experts):
     with torch.no_grad():
         found = model(input_ids=ids(2, 6)).logits
     assert torch.allclose(found, routed, atol=1e-5)
+
+
+def test_a_table_by_layer_is_its_dense_sum(tmp_path, experts):
+    router = layered(experts)
+    saved = save(tmp_path / "c", experts, router)
+    deltas = [expert.deltas() for expert in experts]
+    for task in ("sort", "both"):
+        found = saved.materialise(task)
+        for path, delta in found.items():
+            row = router.table[task][router.layers.index(place_of(path))]
+            wanted = sum(
+                w * own[path].dense() for w, own in zip(row, deltas, strict=True) if path in own
+            )
+            assert torch.allclose(delta.dense(), wanted, atol=1e-5), path
+        with saved.attach(tiny()) as routing:
+            weights = routing.route(ids(2, 6).tolist(), [task] * 2)
+            there = logits(ids(2, 6))
+        assert weights.shape == (2, len(router.layers), 3)
+        with attached(tiny().model, found):
+            assert torch.allclose(logits(ids(2, 6)), there, atol=1e-5)
+    assert (router.weights(["sort"]) - router.weights(["both"])).abs().max() > 0.1
+
+
+def test_a_table_by_layer_says_where_it_differs(tmp_path, experts):
+    router = layered(experts)
+    saved = save(tmp_path / "c", experts, router)
+    found = saved.explain(tiny(), [3, 4, 5], "both").by_layer()
+    assert tuple(found) == router.layers
+    for layer, row in zip(router.layers, router.table["both"], strict=True):
+        assert found[layer] == pytest.approx(list(row), abs=1e-6)
+    assert "Its weights differ between layers" in (tmp_path / "c/README.md").read_text()
+
+
+def test_a_table_by_layer_comes_back_as_it_was(tmp_path, experts):
+    router = layered(experts)
+    saved = save(tmp_path / "c", experts, router)
+    assert saved.router == router
+    assert saved.tasks == ("sort", "both")
+    assert load_file(tmp_path / "c/router.safetensors")["weights"].shape == (
+        2,
+        len(router.layers),
+        3,
+    )
+    done = export(saved, tmp_path / "v", "vllm")
+    assert sorted(done.adapters) == ["both", "sort"]
+
+
+def test_sequences_of_a_table_by_layer_must_be_known(experts):
+    with routed(tiny(), stacks([dict(e.deltas()) for e in experts]), layered(experts)) as routing:
+        with pytest.raises(UsageError, match="has to know the prompts first"):
+            logits(ids(2, 4))
+        routing.route(ids(2, 4).tolist(), ["sort", "both"])
+        logits(ids(4, 4))  # two beams each
+        with pytest.raises(UsageError, match="3 sequences, 2 prompts routed"):
+            logits(ids(3, 4))
+
+
+def test_a_table_that_lacks_a_layer_is_refused_before_use(experts):
+    whole = layered(experts)
+    table = {task: rows[1:] for task, rows in whole.table.items()}
+    part = TaskRouter(table, whole.layers[1:])
+    found = stacks([dict(e.deltas()) for e in experts])
+    with pytest.raises(Incompatible, match=r"model\.layers\.0"), routed(tiny(), found, part):
+        pass
+
+
+LAYER_ATTACKS = {
+    "a task less": (lambda r: r["tasks"].pop(), None),
+    "a task twice": (lambda r: r["tasks"].__setitem__(0, "both"), None),
+    "a task without name": (lambda r: r["tasks"].__setitem__(0, ""), None),
+    "tasks are text": (lambda r: r.update(tasks="sort"), None),
+    "a layer less": (lambda r: r["layers"].pop(), None),
+    "a layer twice": (lambda r: r["layers"].__setitem__(0, r["layers"][1]), None),
+    "a strange layer": (lambda r: r["layers"].__setitem__(0, "model.layers.77"), None),
+    "layers are numbers": (lambda r: r.update(layers=list(range(len(r["layers"])))), None),
+    "no layers": (lambda r: r.update(layers=[]), None),
+    "two tables": (lambda r: r.update(table={"sort": [1.0, 0.0, 0.0]}), None),
+    "only a plain table": (lambda r: (r.clear(), r.update(table={"a": [1.0, 0.0, 0.0]})), None),
+    "not a number": (None, lambda t: t / 0 * 0),
+    "too few experts": (None, lambda t: t[..., :2]),
+    "too many experts": (None, lambda t: torch.cat([t, t[..., :1]], dim=-1)),
+    "too few layers": (None, lambda t: t[:, 1:]),
+    "too few tasks": (None, lambda t: t[:1]),
+    "flat": (None, lambda t: t.flatten(1)),
+    "another axis": (None, lambda t: t[None]),
+    "half floats": (None, lambda t: t.half()),
+}
+
+
+@pytest.mark.parametrize("attack", LAYER_ATTACKS)
+def test_a_damaged_table_by_layer_is_refused(tmp_path, experts, attack):
+    save(tmp_path / "c", experts, layered(experts))
+    settings, weights = LAYER_ATTACKS[attack]
+    if settings:
+        edit(tmp_path / "c", lambda r: settings(r["router"]["settings"]))
+    if weights:
+        tensor_attack(tmp_path / "c", lambda t: {"weights": weights(t["weights"]).contiguous()})
+    with pytest.raises(Damaged):
+        open_composition(tmp_path / "c")
+
+
+def test_another_tensor_in_a_table_by_layer_is_refused(tmp_path, experts):
+    save(tmp_path / "c", experts, layered(experts))
+    tensor_attack(tmp_path / "c", lambda t: {**t, "more": torch.zeros(1)})
+    with pytest.raises(Damaged, match="more"):
+        open_composition(tmp_path / "c")
+
+
+def test_a_task_without_experts_is_the_base_and_no_adapter(tmp_path, experts):
+    saved = save(tmp_path / "c", experts, TaskRouter({**TABLE, "none": (0.0, 0.0, 0.0)}))
+    assert saved.materialise("none") == {}
+    with pytest.raises(Incompatible, match="uses no expert") as refusal:
+        export(saved, tmp_path / "v", "vllm")
+    assert refusal.value.code == "incompatible.no_effect"
+    assert not (tmp_path / "v").exists()
 
 
 def test_an_adapter_of_one_expert_has_its_rank(tmp_path, experts):

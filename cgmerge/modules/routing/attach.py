@@ -61,15 +61,24 @@ class Routing:
             tasks: The name of each one's task, for routers by task.
 
         Returns:
-            The weights, [batch, experts]; None where tokens decide for themselves.
+            The weights, [batch, experts], or [batch, layers, experts] where a table differs
+            between layers; None where tokens decide for themselves.
 
         Raises:
             UsageError: A router by task, and a task that it does not know.
         """
         weights = self.weights(prompts, tasks)
         if weights is not None:
-            self.routes.plan = RowPlan.of(weights.to(self.loaded.model.device))
+            self._plan(weights.to(self.loaded.model.device))
         return weights
+
+    def _plan(self, weights: Tensor) -> None:
+        layers = self.router.layers if isinstance(self.router, TaskRouter) else ()
+        if not layers:
+            self.routes.plan = RowPlan.of(weights)
+            return
+        rows = zip(layers, weights.unbind(1), strict=True)
+        self.routes.layers = {name: RowPlan.of(own) for name, own in rows}
 
     def weights(
         self, prompts: Sequence[Sequence[int]], tasks: Sequence[str | None] | None = None
@@ -164,7 +173,8 @@ def _layers(
         dtype = weight.dtype if weight.is_floating_point() else torch.float32
         placed = stack.to(weight.device, dtype)
         if not isinstance(router, TokenRouter):
-            layers[path] = SequenceLinear(module, path, placed, routes)
+            place = _known_place(router, path)
+            layers[path] = SequenceLinear(module, path, placed, routes, place)
         elif router.scope == "module":
             rules[path] = _rule(router, path).to(weight.device)
             if not rules[path].scorer.of_rows:
@@ -199,6 +209,23 @@ def _place(router: TokenRouter, path: str) -> str:
             f"the router knows nothing about the layer of module {path}", code="router", found=path
         )
     return place
+
+
+def _known_place(router: Router, path: str) -> str:
+    place = place_of(path)
+    if isinstance(router, TaskRouter) and router.layers and place not in router.layers:
+        raise Incompatible(
+            f"the table knows nothing about {place}, which the experts change",
+            code="router",
+            hint="it was made for other experts",
+            found=place,
+        )
+    return place
+
+
+def place_of(path: str) -> str:
+    """Return what a table by layer calls the layer of a module; a module in none is its own."""
+    return layer_name(path) or path
 
 
 def layer_of(path: str) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from cgmerge.errors import Damaged
+from cgmerge.modules.routing.attach import place_of
 from cgmerge.modules.routing.router import RetrievalRouter, Router, TaskRouter, TokenRouter
 from cgmerge.modules.routing.rule import TokenRule
 from cgmerge.modules.routing.scores import Energy, Gate, Scorer, Standardised, Subspace
@@ -24,8 +25,7 @@ def check_router(router: Router, experts: Sequence[Sizes], source: str) -> None:
     """
     count = len(experts)
     if isinstance(router, TaskRouter):
-        lengths = {len(row) for row in router.table.values()}
-        _same(lengths, {count}, f"{source}: weights in a row of the table")
+        _check_table(router, experts, source)
     elif isinstance(router, RetrievalRouter):
         width = router.centre.shape
         _same(tuple(router.centroids.shape), (count, *width), f"{source}: centroids")
@@ -35,6 +35,17 @@ def check_router(router: Router, experts: Sequence[Sizes], source: str) -> None:
             _same(found, (found[0] if found else 0, *width), f"{source}: noise")
     elif isinstance(router, TokenRouter):
         _check_tokens(router, experts, source)
+
+
+def _check_table(router: TaskRouter, experts: Sequence[Sizes], source: str) -> None:
+    weights = router.weights(list(router.table)) if router.layers else None
+    lengths = (
+        {len(row) for row in router.table.values()} if weights is None else {weights.shape[-1]}
+    )
+    _same(lengths, {len(experts)}, f"{source}: weights in a row of the table")
+    if router.layers:
+        changed = sorted({place_of(path) for sizes in experts for path in sizes})
+        _same(sorted(router.layers), changed, f"{source}: layers of the table")
 
 
 def _check_tokens(router: TokenRouter, experts: Sequence[Sizes], source: str) -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,19 @@ class Member:
     deltas: "Mapping[str, LowRank] | None" = None
 
 
+@dataclass(frozen=True)
+class Fresh:
+    """An expert that was made with the composition and is in no other place.
+
+    Attributes:
+        name: Its name there.
+        write: Writes adapter and card into an empty folder.
+    """
+
+    name: str
+    write: Callable[[Path], None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Contents:
     """Everything that a routed composition is written from.
@@ -68,7 +81,7 @@ class Contents:
 
     method: str
     params: Mapping[str, Any]
-    members: Sequence[Member]
+    members: Sequence[Member | Fresh]
     router: Router
     base: BaseId
     transforms: Sequence[Mapping[str, Any]] = ()
@@ -119,7 +132,12 @@ def save_composition(out: Path, contents: Contents, *, overwrite: bool = False) 
             digest = file_sha256(stage / ROUTER)
         opened = [open_expert(str(stage / EXPERTS / m.name)) for m in contents.members]
         fs.write_json(stage / RECORD, _record(contents, opened, digest))
-        page = composition_page(contents.method, contents.router, contents.members, contents.base)
+        page = composition_page(
+            contents.method,
+            contents.router,
+            {m.name: e.digest for m, e in zip(contents.members, opened, strict=True)},
+            contents.base,
+        )
         fs.write_bytes(stage / "README.md", page.encode())
         open_composition(stage)
     return open_composition(out)
@@ -132,8 +150,11 @@ def _plain(tensor: "Tensor") -> "Tensor":
     return kept.detach().contiguous().cpu().clone()  # files may not hold views of one another
 
 
-def _write_member(folder: Path, member: Member, base: BaseId) -> None:
+def _write_member(folder: Path, member: Member | Fresh, base: BaseId) -> None:
     fs.make_folder(folder)
+    if isinstance(member, Fresh):
+        member.write(folder)
+        return
     expert = member.expert
     if member.deltas is not None:
         rank = max(delta.rank for delta in member.deltas.values())
@@ -171,7 +192,9 @@ def _record(contents: Contents, opened: Sequence[Expert], digest: str) -> dict[s
                 "name": member.name,
                 "path": f"{EXPERTS}/{member.name}",
                 "sha256": written.digest,
-                "source": {"ref": member.expert.ref, "sha256": member.expert.digest},
+                "source": None
+                if isinstance(member, Fresh)
+                else {"ref": member.expert.ref, "sha256": member.expert.digest},
             }
             for member, written in zip(contents.members, opened, strict=True)
         ],

@@ -4,7 +4,7 @@ The base layer is called as it is (nn.Linear, GPT-2's Conv1D, 4- and 8-bit layer
 share is added to its output. The cheapest of the kernels is taken by itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,22 +24,28 @@ class Routes:
     Attributes:
         silent: Layers behave as the base.
         plan: Weights of the sequences, for routers that decide per sequence.
+        layers: The same for single layers, where they differ.
         shared: Weights of the current tokens by place, where several modules share a decision.
         watch: Called with (module, weights) whenever a layer has decided.
     """
 
     silent: bool = False
     plan: kernels.RowPlan | None = None
+    layers: Mapping[str, kernels.RowPlan] = field(default_factory=dict)
     shared: dict[str, Tensor] = field(default_factory=dict)
     watch: Callable[[str, Tensor], None] | None = None
 
-    def rows(self, batch: int) -> kernels.RowPlan:
-        """Return the plan for a batch; beams follow the sequence they belong to.
+    def planned(self, place: str) -> kernels.RowPlan | None:
+        """Return the plan of a layer as it was routed; None before that."""
+        return self.layers.get(place, self.plan)
+
+    def rows(self, batch: int, place: str = "") -> kernels.RowPlan:
+        """Return the plan of a layer for a batch; beams follow the sequence they belong to.
 
         Raises:
             UsageError: Nobody has said which sequences these are.
         """
-        plan = self.plan
+        plan = self.planned(place)
         if plan is None or batch % plan.batch:
             known = "none" if plan is None else f"{plan.batch} prompts"
             raise UsageError(
@@ -111,11 +117,17 @@ class FixedLinear(RoutedLinear):
 
 
 class SequenceLinear(RoutedLinear):
-    """Weights that were decided for the whole sequence."""
+    """Weights that were decided for the whole sequence; `place` is the layer it is in."""
+
+    def __init__(
+        self, base: nn.Module, path: str, stack: Stack, routes: Routes, place: str
+    ) -> None:
+        super().__init__(base, path, stack, routes)
+        self.place = place
 
     def share(self, x: Tensor) -> Tensor:
         """Send each sequence through its own experts."""
-        plan = self.routes.rows(x.shape[0]) if x.dim() > 2 else self._flat(x)
+        plan = self.routes.rows(x.shape[0], self.place) if x.dim() > 2 else self._flat(x)
         rows = x if x.dim() > 2 else x.unflatten(0, (plan.batch, -1))
         if self.routes.watch is not None:
             self.routes.watch(self.path, plan.weights(self.stack.experts))
@@ -123,8 +135,8 @@ class SequenceLinear(RoutedLinear):
 
     def _flat(self, x: Tensor) -> kernels.RowPlan:
         """Models that flatten [batch, tokens] before a layer keep the tokens of a row together."""
-        batch = self.routes.plan.batch if self.routes.plan else x.shape[0]
-        return self.routes.rows(batch)
+        plan = self.routes.planned(self.place)
+        return self.routes.rows(plan.batch if plan else x.shape[0], self.place)
 
 
 class TokenLinear(RoutedLinear):

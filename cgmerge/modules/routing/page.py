@@ -1,31 +1,34 @@
 """The model card of a routed composition."""
 
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from cgmerge.modules.card import BaseId
 from cgmerge.modules.routing.router import RetrievalRouter, Router, TaskRouter
 
-if TYPE_CHECKING:
-    from cgmerge.modules.routing.files import Member
 
+def composition_page(method: str, router: Router, experts: Mapping[str, str], base: BaseId) -> str:
+    """Return the README of a composition's folder.
 
-def composition_page(method: str, router: Router, members: "Sequence[Member]", base: BaseId) -> str:
-    """Return the README of a composition's folder."""
+    Args:
+        method: What made it.
+        router: What decides.
+        experts: Name to digest, as they lie in the folder.
+        base: Their base.
+    """
     lines = [
         "---",
         f"base_model: {json.dumps(base.name)}",
         "tags: [lora, routing, cgmerge]",
         "---",
         "",
-        f"A routed composition of {len(members)} LoRA experts, made with cgmerge: `{method}`.",
+        f"A routed composition of {len(experts)} LoRA experts, made with cgmerge: `{method}`.",
         "",
         _when(router),
         "",
         "| expert | sha256 |",
         "|---|---|",
-        *[f"| {m.name} | `{m.expert.digest[:16]}` |" for m in members],
+        *[f"| {name} | `{digest[:16]}` |" for name, digest in experts.items()],
         "",
         "Use it where it lies, or copy the whole folder:",
         "",
@@ -47,7 +50,8 @@ def composition_page(method: str, router: Router, members: "Sequence[Member]", b
 
 def _when(router: Router) -> str:
     if isinstance(router, TaskRouter):
-        return f"Whoever asks names the task: {', '.join(sorted(router.table))}."
+        said = f"Whoever asks names the task: {', '.join(sorted(router.table))}."
+        return f"{said} Its weights differ between layers." if router.layers else said
     if isinstance(router, RetrievalRouter):
         return "The prompt decides once, by its likeness to the examples of each expert."
     return "Every token decides anew which experts speak."

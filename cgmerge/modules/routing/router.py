@@ -24,8 +24,11 @@ from cgmerge.modules.routing.scores import SCORERS
 
 Granularity = Literal["token", "sequence"]
 Scope = Literal["module", "layer", "model"]
+Row = tuple[float, ...]
+"""Weights of all experts."""
 
 _AFTER = "after"
+_TABLE = "weights"
 
 
 class Router(ABC):
@@ -235,15 +238,18 @@ class TaskRouter(SequenceRouter):
     """A table: which experts a task uses, said by whoever asks.
 
     Attributes:
-        table: Weights of all experts by name of the task.
+        table: By name of the task: weights of all experts, or such a row for each of `layers`.
+        layers: Decoder layers, and modules that are in none, by path; empty where a task has one
+            row for the whole model.
     """
 
     kind = "task"
 
-    table: Mapping[str, tuple[float, ...]]
+    table: Mapping[str, Row | tuple[Row, ...]]
+    layers: tuple[str, ...] = ()
 
-    def weights(self, tasks: Sequence[str | None]) -> Float[Tensor, "batch experts"]:
-        """Return the weights of every sequence.
+    def weights(self, tasks: Sequence[str | None]) -> Float[Tensor, "batch *layers experts"]:
+        """Return the weights of every sequence; by layer, where they differ between layers.
 
         Raises:
             UsageError: A task that is not in the table, or none named.
@@ -260,23 +266,62 @@ class TaskRouter(SequenceRouter):
                 )
         return torch.tensor([self.table[task] for task in tasks if task is not None])
 
+    def row(self, task: str | None, place: str) -> Float[Tensor, "experts"]:
+        """Return the weights of a task in a layer.
+
+        Raises:
+            UsageError: As `weights`.
+        """
+        weights = self.weights([task])[0]
+        return weights[self.layers.index(place)] if self.layers else weights
+
     def tensors(self) -> dict[str, Tensor]:
-        """Return nothing: the table is a setting."""
-        return {}
+        """Return [tasks, layers, experts] where layers differ; else the table is a setting."""
+        return {_TABLE: self.weights(list(self.table))} if self.layers else {}
 
     def settings(self) -> dict[str, Any]:
-        """Return the table."""
+        """Return the table, or what its tensor's axes stand for."""
+        if self.layers:
+            return {"tasks": list(self.table), "layers": list(self.layers)}
         return {"table": {task: list(weights) for task, weights in self.table.items()}}
 
     @classmethod
     def restore(cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "TaskRouter":
         """See `Router.restore`."""
+        if "layers" in settings:
+            return cls._by_layer(settings, tensors)
         table = settings.get("table")
         good = isinstance(table, dict) and bool(table) and not tensors
         if not good or not all(_is_row(row) for row in table.values()):  # type: ignore[union-attr]
             raise Damaged("a task router needs a table of weights by task", code="router")
         assert isinstance(table, dict)
         return cls({str(task): tuple(map(float, row)) for task, row in table.items()})
+
+    @classmethod
+    def _by_layer(cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "TaskRouter":
+        tasks, layers = settings.get("tasks"), settings.get("layers")
+        if set(settings) != {"tasks", "layers"} or set(tensors) != {_TABLE}:
+            raise Damaged(
+                f"a table by layer with settings {sorted(settings)} and tensors {sorted(tensors)}",
+                code="router",
+            )
+        if not (_are_names(tasks) and _are_names(layers)):
+            raise Damaged(
+                "a table by layer must name its tasks and layers, each once", code="router"
+            )
+        assert isinstance(tasks, list)
+        assert isinstance(layers, list)
+        shape = tuple(tensors[_TABLE].shape)
+        if len(shape) != 3 or shape[:2] != (len(tasks), len(layers)):
+            raise Damaged(
+                f"a table of shape {list(shape)} for {len(tasks)} tasks and {len(layers)} layers",
+                code="router",
+                expected=[len(tasks), len(layers)],
+                found=list(shape),
+            )
+        rows = tensors[_TABLE].tolist()
+        table = {task: tuple(map(tuple, own)) for task, own in zip(tasks, rows, strict=True)}
+        return cls(table, tuple(layers))
 
 
 ROUTERS: dict[str, type[Router]] = {
@@ -288,6 +333,14 @@ ROUTERS: dict[str, type[Router]] = {
 def _is_row(row: object) -> bool:
     return isinstance(row, list) and all(
         isinstance(w, int | float) and not isinstance(w, bool) and math.isfinite(w) for w in row
+    )
+
+
+def _are_names(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and all(isinstance(name, str) and name for name in value)
+        and 0 < len(value) == len(set(value))
     )
 
 

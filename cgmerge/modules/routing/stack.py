@@ -89,7 +89,9 @@ class Stack:
         return LowRank(self.a[first:last], self.b[:, first:last])
 
     def only(self, experts: Sequence[int]) -> "Stack":
-        """Return the stack of some experts; a view where there is one."""
+        """Return the stack of some experts; a view where there is one, itself where all are."""
+        if list(experts) == list(range(self.experts)):
+            return self
         if len(experts) == 1:
             delta = self.delta(experts[0])
             return Stack(delta.a, delta.b, (delta.rank,))

@@ -125,16 +125,10 @@ def commit_expert(
         versions=package_versions(),
     )
     with fs.new_folder(out, overwrite=overwrite) as stage:
-        form = AdapterForm(
-            rank=plan.settings.rank,
-            alpha=plan.chosen.alpha,
-            base_name=name,
-            fan_in_fan_out=plan.transposed,
-        )
-        write_adapter(stage, _with_siblings(factors, plan), form)
+        write_factors(stage, factors, plan)
         fs.write_bytes(stage / "README.md", readme(card, plan).encode())
         write_card(stage, card)
-        _prove(stage, factors, plan)
+        prove_factors(stage, factors, plan)
         return (stage / WEIGHTS).stat().st_size
 
 
@@ -174,21 +168,38 @@ def base_name(base: Base) -> str:
     return base.ref if plain else base.folder.name
 
 
-def _with_siblings(factors: Factors, plan: Plan) -> Factors:
-    """Give layers without a LoRA a zero one where other layers have it: loaders go by type."""
+def write_factors(stage: Path, factors: Factors, plan: Plan) -> None:
+    """Write an adapter into a staged folder.
+
+    Layers without a LoRA where other layers have it get a zero one: loaders go by type.
+
+    Args:
+        stage: An empty folder.
+        factors: A and B of every target, on the CPU.
+        plan: What was trained.
+    """
     import torch
 
     rank = plan.settings.rank
-    gaps = missing_siblings({path: plan.targets[path] for path in factors})
     zeros = {
         path: (torch.zeros(rank, width), torch.zeros(out, rank))
-        for path, (out, width) in gaps.items()
+        for path, (out, width) in missing_siblings(plan.targets).items()
     }
-    return {**factors, **zeros}
+    form = AdapterForm(
+        rank=rank,
+        alpha=plan.chosen.alpha,
+        base_name=base_name(plan.base),
+        fan_in_fan_out=plan.transposed,
+    )
+    write_adapter(stage, {**factors, **zeros}, form)
 
 
-def _prove(stage: Path, factors: Factors, plan: Plan) -> None:
-    """Compare what stands on disk with memory, through the reader that everybody uses."""
+def prove_factors(stage: Path, factors: Factors, plan: Plan) -> None:
+    """Compare what stands on disk with memory, through the reader that everybody uses.
+
+    Raises:
+        Damaged: They differ.
+    """
     import torch
 
     expert = open_expert(str(stage))

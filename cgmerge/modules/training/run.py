@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 Scorer = Callable[["PreTrainedModel", Sequence[Encoded]], Mapping[str, float]]
 """Scores rows on a model; gives at least `exact_match` and `loss`."""
 
-_LAST = 10
+LAST_STEPS = 10
+"""The loss of a run is the mean over so many steps at its end."""
 _LARGE = 1 << 30
 
 
@@ -246,18 +247,24 @@ def _train(
 
 
 def _metrics(losses: Sequence[float]) -> dict[str, Any]:
-    last = losses[-_LAST:]
+    last = losses[-LAST_STEPS:]
     return {"loss": sum(last) / len(last), "first_loss": losses[0]}
+
+
+def prompted(rows: Sequence[Encoded]) -> list[Encoded]:
+    """Return rows that all have a prompt.
+
+    A text without begin token has nothing before its first token, which nobody can predict.
+    """
+    return [
+        row if row.prompt_ids else Encoded(row.target_ids[:1], row.target_ids[1:]) for row in rows
+    ]
 
 
 def _evaluate(model: "PeftModel", plan: Plan, scorer: Scorer) -> dict[str, Any]:
     """Score the evaluation rows with and without the adapter."""
     inner = cast("PreTrainedModel", model.get_base_model())
-    # A text without begin token has nothing before its first token, which nobody can predict.
-    rows = [
-        row if row.prompt_ids else Encoded(row.target_ids[:1], row.target_ids[1:])
-        for row in plan.eval_rows
-    ]
+    rows = prompted(plan.eval_rows)
     own = scorer(inner, rows)
     with model.disable_adapter():
         base = scorer(inner, rows)

@@ -109,8 +109,13 @@ def stop_signals(notes: Notes) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def memory_errors(plan: Plan) -> Iterator[None]:
-    """Say what to change when the memory of the device is used up."""
+def memory_errors(plan: Plan, *, four_bit: bool = True) -> Iterator[None]:
+    """Say what to change when the memory of the device is used up.
+
+    Args:
+        plan: What is trained.
+        four_bit: Whether the base could be kept in 4 bits.
+    """
     try:
         yield
     except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU has no class of its own
@@ -123,7 +128,7 @@ def memory_errors(plan: Plan) -> Iterator[None]:
             f"at once: {first_line(error)}",
             code="memory",
             hint=f"--accumulate {2 * plan.settings.accumulate}, a smaller --batch-size or "
-            "--max-length, or --load-in-4bit",
+            f"--max-length{', or --load-in-4bit' if four_bit else ''}",
         ) from error
 
 
