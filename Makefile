@@ -22,7 +22,7 @@ demo: $(STAMP)  ## the whole story on the embedded base, offline
 	$(BIN)/cgmerge demo --out cgmerge-demo --overwrite
 
 test: $(STAMP)  ## all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check cgmerge tests scripts benchmarks
