@@ -209,6 +209,8 @@ class Repository:
         )
 
         where = f"{self.ref.library}: {what}"
+        # The client's transport raises errors of its own, whose root its HTTP error shares.
+        transport = [kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError"]
         try:
             with _without_bars():
                 yield
@@ -230,7 +232,7 @@ class Repository:
                 code="hub",
                 hint="check the name; private ones need `hf auth login`",
             ) from error
-        except (HfHubHTTPError, OSError) as error:
+        except (HfHubHTTPError, OSError, *transport) as error:
             raise self._unreachable(where, error) from error
         except (RuntimeError, ValueError) as error:  # an upload that broke; a page it cannot read
             raise self._unreachable(where, error.__cause__ or error) from error
