@@ -125,6 +125,8 @@ def run(words: list[str]) -> int:
     try:
         code = app(args=words, prog_name="cgmerge", standalone_mode=False)
     except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # click makes a 1 of it
+            return _exit_code(stop.__context__, words)
         return stop.code if isinstance(stop.code, int) else 1
     except TyperException as error:
         if not words:  # the help was printed instead

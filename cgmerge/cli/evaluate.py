@@ -89,7 +89,7 @@ def evaluate(
     from cgmerge.evals.record import check_out
     from cgmerge.evals.runner import Settings
     from cgmerge.evals.suite import read_skills, split_name
-    from cgmerge.evals.targets import LoadOptions, open_targets
+    from cgmerge.evals.targets import LoadOptions, check_tasks, open_targets
     from cgmerge.modules.base import open_base
 
     if least is not None and not 0.0 <= least <= 1.0:
@@ -115,6 +115,7 @@ def evaluate(
     skills = read_skills(data, limit=limit)
     found = open_targets(targets or [], opened, force_base=force_base)
     _say_what(opened, found, skills, output)
+    check_tasks(found, [skill.name for skill in skills])
     if dry_run:
         _finish_dry_run(opened, found, skills, output)
         return

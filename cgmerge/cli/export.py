@@ -52,6 +52,7 @@ def export(
     if not is_adapter(place):
         find_composition(place)
     found = open_composition(place)
+    found.refuse_task(task)
     check_out(out.absolute(), [place], None)
     done = write(found, out, to, task=task, rank=rank, overwrite=overwrite)  # type: ignore[arg-type]
     for name, path in done.adapters.items():

@@ -6,6 +6,7 @@ import typer
 
 from cgmerge.cli import options
 from cgmerge.cli.output import Output
+from cgmerge.cli.routed import decides
 from cgmerge.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,7 +54,9 @@ def route(
     find_composition(folder)
     opened = open_base(base)
     found = open_composition(folder, opened, force_base=force_base)
-    output.line("routes", f"{found.method}: every {found.granularity} decides")
+    found.refuse_task(task)
+    if found.router is not None:
+        output.line("routes", f"{found.method}: {decides(found.kind)}")
     loaded = load_base(opened, device=device, dtype=dtype)
     explained = []
     for text in explain:

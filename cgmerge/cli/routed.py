@@ -69,8 +69,18 @@ def _request(experts: list[str], method: str | None, asked: dict[str, Any]) -> "
     changes["params"].pop("scale", None)  # refused by name where it was given
     if is_recipe(experts):
         record = read_request(Path(experts[0]))
-        if record is None or (method is not None and method != record.method):
+        if record is None:
             return None
+        known = None if method is None else find_routed(method)
+        if method is not None and (known is None or known.name != record.method):
+            raise UsageError(
+                f"{experts[0]} is of a composition by `{record.method}`, and can only be repeated"
+                f" by that, not by `{method}`",
+                code="method",
+                hint=f"name the experts: cgmerge compose EXPERTS -m {method}",
+                expected=record.method,
+                found=method,
+            )
         return _with_changes(record, changes)
     if method is None or find_routed(method) is None:
         return None
@@ -105,11 +115,18 @@ def compose_routed(
     for note in found.record["fit"]["notes"]:
         output.line("learned", note)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    output.line("wrote", f"{out} ({size / 1e6:.2f} MB; every {found.granularity} decides)")
+    output.line("wrote", f"{out} ({size / 1e6:.2f} MB; {decides(found.kind)})")
     base = request.base or "BASE"
-    output.hint(f'see it decide: cgmerge route {out} --base {base} --explain "TEXT"')
-    output.hint(f"measure it: cgmerge eval {out} --base {base} --data TEST.jsonl")
+    task, name = (" --task TASK", "TASK=") if found.tasks else ("", "")
+    output.hint(f'see it decide: cgmerge route {out} --base {base}{task} --explain "TEXT"')
+    output.hint(f"measure it: cgmerge eval {out} --base {base} --data {name}TEST.jsonl")
     output.result("cgmerge.compose/1", {**_fields(plan, found), "out": str(out)}, short=str(out))
+
+
+def decides(kind: str) -> str:
+    """Say in words what a router of a kind decides on."""
+    words = {"token": "every token decides", "retrieval": "the prompt decides once"}
+    return words.get(kind, "whoever asks names the task")
 
 
 @contextmanager
@@ -127,8 +144,8 @@ def _progress(output: "Output") -> "Iterator[Callable[[int, int], None]]":
 
 
 def _show_plan(plan: "RoutedPlan", output: "Output") -> None:
-    settings = ", ".join(f"{k}={v}" for k, v in plan.settings.items())
-    output.line("plan", f"{plan.spec.name}({settings}): every {plan.spec.granularity} decides")
+    settings = ", ".join(f"{k}={v}" for k, v in plan.settings.items() if v != "")
+    output.line("plan", f"{plan.spec.name}({settings}): {decides(plan.spec.kind)}")
     for member in plan.members:
         ranks = "/".join(map(str, member.expert.ranks))
         output.line("expert", f"{member.name}  rank {ranks}  {member.expert.digest[:12]}")

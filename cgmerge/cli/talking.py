@@ -9,7 +9,7 @@ import typer
 
 from cgmerge.cli import options
 from cgmerge.cli.output import Output
-from cgmerge.errors import UsageError
+from cgmerge.errors import LimitExceeded, UsageError
 
 if TYPE_CHECKING:
     from cgmerge.evals.talk import Style
@@ -69,9 +69,11 @@ def generate(
     if not any(text.strip() for text in texts):
         raise UsageError("no prompt", code="prompt", hint='add --prompt "TEXT", or pipe lines in')
     found = []
-    with _target(target, base, device, dtype, force_base, output) as there:
-        from cgmerge.evals.talk import write
+    with _target(target, base, device, dtype, force_base, task, output) as there:
+        from cgmerge.evals.talk import prompt_ids, write
 
+        for text in texts:
+            prompt_ids(text, there.loaded)  # all are looked at before any is answered
         for text in texts:
             show = None if as_json else _show
             reply = write(there, text, style, task=task, on_text=show)
@@ -112,7 +114,7 @@ def chat(
     """
     output = Output(as_json=as_json, quiet=quiet)
     style = _style(max_new_tokens, temperature, top_p, seed)
-    with _target(target, base, device, dtype, force_base, output) as there:
+    with _target(target, base, device, dtype, force_base, task, output) as there:
         talk = _Conversation(there, style, system, task, None if as_json else _show)
         for line in _lines(output):
             word, _, rest = line.strip().partition(" ")
@@ -120,10 +122,9 @@ def chat(
                 break
             if word == "/new":
                 talk.begin()
-            elif word == "/task":
-                talk.task = rest.strip() or None
-            elif line.strip():
-                talk.say(line.rstrip("\n"))
+            else:
+                with _forgiving(output):
+                    talk.take(word, rest, line)
     output.result("cgmerge.chat/1", {"target": target, "turns": talk.turns})
 
 
@@ -145,6 +146,19 @@ class _Conversation:
 
         self.history = [Message("system", self.system)] if self.system else []
 
+    def take(self, word: str, rest: str, line: str) -> None:
+        """Take a line that is no `/new` and no `/quit`.
+
+        Raises:
+            UsageError: A task that there is not.
+        """
+        if word == "/task":
+            task = rest.strip() or None
+            check_task(self.there, task)
+            self.task = task
+        elif line.strip():
+            self.say(line.rstrip("\n"))
+
     def say(self, text: str) -> None:
         """Take the user's turn and answer it."""
         from cgmerge.evals.talk import write
@@ -162,8 +176,46 @@ class _Conversation:
 
 
 @contextmanager
+def _forgiving(output: Output) -> Iterator[None]:
+    """Let a person at a terminal correct a mistake; a script is told by the exit code."""
+    try:
+        yield
+    except (UsageError, LimitExceeded) as error:
+        if not sys.stdin.isatty():
+            raise
+        output.warn(f"{error}; {error.hint}" if error.hint else str(error))
+
+
+def check_task(there: "Ready", task: str | None) -> None:
+    """Refuse the name of a task that a target does not know.
+
+    Raises:
+        UsageError: Not in its table, or there is no table.
+    """
+    from cgmerge.modules.routing.router import TaskRouter
+
+    if task is None:
+        return
+    router = None if there.routing is None else there.routing.router
+    if not isinstance(router, TaskRouter):
+        raise UsageError(
+            f"the task {task!r} means nothing here: only compositions by task know tasks",
+            code="task",
+            hint="leave it out",
+            found=task,
+        )
+    router.weights([task])
+
+
+@contextmanager
 def _target(
-    target: str | None, base: str, device: str, dtype: str, force_base: bool, output: Output
+    target: str | None,
+    base: str,
+    device: str,
+    dtype: str,
+    force_base: bool,
+    task: str | None,
+    output: Output,
 ) -> "Iterator[Ready]":
     """Check everything, load the base, and attach the target."""
     from cgmerge.evals.targets import LoadOptions, Target, open_targets, ready
@@ -181,6 +233,7 @@ def _target(
         output.warn(warning)
     loaded = load_base(opened, device=device, dtype=dtype)
     with ready(found, loaded, LoadOptions(device, dtype)) as there:
+        check_task(there, task)
         yield there
 
 

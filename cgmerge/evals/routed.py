@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from cgmerge import fs, strictjson
 from cgmerge.errors import Damaged, Incompatible, UsageError
-from cgmerge.evals.suite import SkillSet, encode_questions, questions, read_skills, split_name
+from cgmerge.evals.suite import (
+    SkillSet,
+    check_names,
+    encode_questions,
+    questions,
+    read_skills,
+    split_name,
+)
 from cgmerge.inputs import refuse_inputs
 from cgmerge.modules.base import Base
 from cgmerge.modules.card import BaseId
@@ -97,6 +104,7 @@ class RoutedPlan:
         base: The base, where given.
         members: The experts in order of their names, changed where something was subtracted.
         skills: The examples by skill.
+        example_digests: SHA-256 of every file of examples.
         transforms: What was done to the experts.
         warnings: What the user should know.
     """
@@ -107,6 +115,7 @@ class RoutedPlan:
     base: Base | None
     members: tuple[Member, ...]
     skills: tuple[SkillSet, ...]
+    example_digests: tuple[str, ...]
     transforms: tuple[Mapping[str, Any], ...]
     warnings: tuple[str, ...]
     static: "Plan"
@@ -149,9 +158,9 @@ def plan_routed(request: Request) -> RoutedPlan:
     experts = sorted(static.adapters, key=lambda expert: (expert.name, expert.digest))
     _refuse_twice(experts)
     members, transforms = _transformed(experts, request, static)
-    skills = tuple(_examples(request)) if request.examples else ()
+    skills, digests = _examples(request) if request.examples else ([], [])
     return RoutedPlan(
-        request, spec, params, static.base, members, skills, transforms,
+        request, spec, params, static.base, members, tuple(skills), tuple(digests), transforms,
         tuple(static.warnings), static,
     )  # fmt: skip
 
@@ -175,6 +184,7 @@ def run_routed(
 
     Raises:
         UsageError: `out` exists, or lies inside an input.
+        Incompatible: No expert changes anything.
     """
     out = fs.absolute(out)
     check_routed_out(plan, out, overwrite=overwrite)
@@ -182,6 +192,7 @@ def run_routed(
         dict(member.expert.deltas()) if member.deltas is None else member.deltas
         for member in plan.members
     ]
+    idle = _idle(plan.names, deltas)
     fitted = plan.spec.make(
         FitInput(
             names=plan.names,
@@ -201,9 +212,25 @@ def run_routed(
         base=_base_id(plan),
         transforms=plan.transforms,
         fit={**fitted.record, "notes": fitted.notes, _REQUEST: _request_record(plan)},
-        warnings=[*plan.warnings, *fitted.warnings],
+        warnings=[*plan.warnings, *idle, *fitted.warnings],
     )
     return save_composition(out, contents, overwrite=overwrite)
+
+
+def _idle(names: Sequence[str], deltas: "Sequence[Mapping[str, LowRank]]") -> list[str]:
+    """Return a warning for each expert whose delta is zero; refuse experts of which all are."""
+    idle = [
+        name
+        for name, own in zip(names, deltas, strict=True)
+        if not any(bool(delta.a.any() and delta.b.any()) for delta in own.values())
+    ]
+    if len(idle) == len(names):
+        raise Incompatible(
+            "no expert changes anything: every delta is zero",
+            code="no_effect",
+            hint="an untrained expert has B = 0",
+        )
+    return [f"{name}: changes nothing (its delta is zero)" for name in idle]
 
 
 def check_routed_out(plan: RoutedPlan, out: Path, *, overwrite: bool) -> None:
@@ -241,14 +268,15 @@ def read_request(path: Path) -> Request | None:
         pinned = {entry["source"]["ref"]: entry["source"]["sha256"] for entry in raw["experts"]}
         taken = asked["subtraction"]
         return Request(
-            method=str(raw["method"]),
+            method=_known(raw["method"]),
             experts=tuple(ExpertRef(str(ref), None, str(sha)) for ref, sha in pinned.items()),
-            params=dict(raw["params"]),
-            base=asked["base"],
-            examples=tuple(f"{e['name']}={e['ref']}" if e["name"] else e["ref"]
+            params=_of(dict, raw["params"]),
+            base=_of(str | None, asked["base"]),
+            examples=tuple(_of(str, e["ref"]) if e["name"] is None
+                           else f"{_of(str, e['name'])}={_of(str, e['ref'])}"
                            for e in asked["examples"]),
-            subtraction=Subtraction(**taken) if taken else None,
-            seed=int(asked["seed"]),
+            subtraction=_subtraction(taken) if taken else None,
+            seed=_of(int, asked["seed"]),
             force_base=bool(asked["force_base"]),
             pinned=tuple(str(entry["sha256"]) for entry in asked["examples"]),
             base_fingerprint=raw["base"]["fingerprint"] if asked["base"] else None,
@@ -260,6 +288,27 @@ def read_request(path: Path) -> Request | None:
             code="composition",
             hint="compose it again from its experts",
         ) from error
+
+
+def _of(kind: Any, value: Any) -> Any:
+    """Return a value of a record that has a certain type."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"found {value!r}"[:100])
+    return value
+
+
+def _known(method: object) -> str:
+    if find_routed(str(method)) is None:
+        raise TypeError(f"this version knows no method {method!r}"[:100])
+    return str(method)
+
+
+def _subtraction(taken: Mapping[str, Any]) -> Subtraction:
+    found = Subtraction(**taken)
+    _of(str, found.ref), _of(int | float, found.strength), _of(int | None, found.rank)
+    if found.space not in ("delta", "factors"):
+        raise TypeError(f"space {found.space!r}")
+    return found
 
 
 def _require(spec: RoutedMethod, request: Request) -> None:
@@ -349,11 +398,13 @@ def _subtracted(
     return dict(found.deltas), found.lost
 
 
-def _examples(request: Request) -> list[SkillSet]:
-    skills = read_skills(list(request.examples))
-    found = list(dict.fromkeys(skill.sha256 for skill in skills))
-    expected = list(dict.fromkeys(request.pinned))
-    if expected and set(found) != set(expected):
+def _examples(request: Request) -> tuple[list[SkillSet], list[str]]:
+    """Return the examples by skill, and the SHA-256 of every file."""
+    files = [read_skills([spec]) for spec in request.examples]
+    skills = [skill for file in files for skill in file]
+    check_names([skill.name for skill in skills], what="skill", form="NAME=FILE")
+    found, expected = [file[0].sha256 for file in files], list(request.pinned)
+    if expected and found != expected:
         raise Incompatible(
             "the examples are not those that the record names",
             code="digest",
@@ -361,7 +412,7 @@ def _examples(request: Request) -> list[SkillSet]:
             expected=expected,
             found=found,
         )
-    return skills
+    return skills, found
 
 
 def _labelled(skills: Sequence[SkillSet], loaded: "LoadedBase") -> list[Labelled]:
@@ -384,16 +435,15 @@ def _base_id(plan: RoutedPlan) -> BaseId:
 def _request_record(plan: RoutedPlan) -> dict[str, Any]:
     asked = plan.request
     taken = asked.subtraction
-    digests = {skill.source: skill.sha256 for skill in plan.skills}
     return {
         "base": asked.base,
         "examples": [
             {
                 "name": split_name(spec)[0],
                 "ref": split_name(spec)[1],
-                "sha256": digests.get(Path(split_name(spec)[1]).name, ""),
+                "sha256": digest,
             }
-            for spec in asked.examples
+            for spec, digest in zip(asked.examples, plan.example_digests, strict=True)
         ],
         "subtraction": None if taken is None else dict(vars(taken)),
         "seed": asked.seed,

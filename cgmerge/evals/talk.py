@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
-from cgmerge.errors import Damaged, LimitExceeded
+from cgmerge.errors import Damaged, LimitExceeded, UsageError
 from cgmerge.evals.targets import Ready
 from cgmerge.modules.encoding import encode, end_ids
 from cgmerge.modules.formats import Example, Message
@@ -57,10 +57,30 @@ def prompt_ids(prompt: str | Sequence[Message], loaded: LoadedBase) -> list[int]
     """Turn a text, or a conversation whose last turn is the user's, into tokens.
 
     The same as in training and evaluation; see `encode_all`.
+
+    Raises:
+        UsageError: There are none.
+        LimitExceeded: More than the model has positions for.
     """
     whole = prompt if isinstance(prompt, str) else tuple(prompt)
     # The completion stands for nothing: chat templates have to be given one.
-    return encode(Example(whole, "."), loaded.tokenizer).prompt_ids
+    ids = encode(Example(whole, "."), loaded.tokenizer).prompt_ids
+    if not ids:
+        raise UsageError(
+            "a prompt is empty, and this base begins with nothing of its own",
+            code="prompt",
+            hint="leave out empty prompts and lines",
+        )
+    limit = position_limit(loaded.model)
+    if limit is not None and len(ids) >= limit:
+        raise LimitExceeded(
+            f"the prompt has {len(ids)} tokens; the model has positions for {limit}",
+            code="positions",
+            hint="shorten it, or begin a new conversation",
+            expected=limit,
+            found=len(ids),
+        )
+    return ids
 
 
 def write(
@@ -112,33 +132,38 @@ def write(
                 place,
                 attention_mask=torch.ones_like(place),
                 generation_config=config,
+                logits_processor=LogitsProcessorList([_Finite()]),
                 streamer=stream,
             )
         except RuntimeError as error:
             if "probability tensor" not in str(error):
                 raise
-            raise Damaged(
-                "the model gives values that are not finite (NaN or infinity)",
-                code="not_finite",
-                hint="the weights hold NaN or infinity, or overflow their type: --dtype float32",
-            ) from error
+            raise _not_finite() from error  # of a temperature near 0
     ended = bool(stream.tokens) and stream.tokens[-1] in ends
     return Reply(stream.shown, len(stream.tokens), "end" if ended else "length")
 
 
 def _room(ids: Sequence[int], loaded: LoadedBase, wanted: int) -> int:
     limit = position_limit(loaded.model)
-    if limit is None:
-        return wanted
-    if len(ids) >= limit:
-        raise LimitExceeded(
-            f"the prompt has {len(ids)} tokens; the model has positions for {limit}",
-            code="positions",
-            hint="shorten it, or begin a new conversation",
-            expected=limit,
-            found=len(ids),
-        )
-    return min(wanted, limit - len(ids))
+    return wanted if limit is None else min(wanted, limit - len(ids))
+
+
+class _Finite(LogitsProcessor):
+    """Refuse what has no likeliest token; `generate` itself would take the first of NaN."""
+
+    def __call__(self, _ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores as they are."""
+        if not bool(scores.max(dim=-1).values.isfinite().all()):  # NaN and infinity are the largest
+            raise _not_finite()
+        return scores
+
+
+def _not_finite() -> Damaged:
+    return Damaged(
+        "the model gives values that are not finite (NaN or infinity)",
+        code="not_finite",
+        hint="the weights hold NaN or infinity, or overflow their type: --dtype float32",
+    )
 
 
 class _Stream(BaseStreamer):

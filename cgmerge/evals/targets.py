@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cgmerge.errors import NotFound
+from cgmerge.errors import NotFound, UsageError
 from cgmerge.evals.record import Kind
 from cgmerge.evals.suite import check_names, split_name
 from cgmerge.modules.attach import Factors, attached
@@ -85,6 +85,26 @@ def open_targets(specs: Sequence[str], base: Base, *, force_base: bool = False) 
     names = [BASE_NAME, *(target.name for target in targets)]
     check_names(names, what="target", form="NAME=PATH")
     return targets
+
+
+def check_tasks(targets: Sequence[Target], skills: Sequence[str]) -> None:
+    """Check that compositions by task know every skill, whose name is the task's.
+
+    Raises:
+        UsageError: One that is not in a table.
+    """
+    for target in targets:
+        tasks = () if target.composition is None else target.composition.tasks
+        strange = [skill for skill in skills if tasks and skill not in tasks]
+        if strange:
+            raise UsageError(
+                f"{target.name} routes by task, and {strange[0]!r} is not in its table",
+                code="task",
+                hint=f"name data after tasks: --data {sorted(tasks)[0]}=FILE"
+                f" (there are {', '.join(sorted(tasks)[:10])})",
+                expected=sorted(tasks),
+                found=strange[0],
+            )
 
 
 @dataclass(frozen=True, slots=True)

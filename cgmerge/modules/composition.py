@@ -22,7 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cgmerge.errors import Incompatible, UsageError
+from cgmerge.errors import Damaged, Incompatible, UsageError
 from cgmerge.modules.base import Base
 from cgmerge.modules.card import BaseId
 from cgmerge.modules.expert import Expert
@@ -132,6 +132,20 @@ class Composition:
             with routed(loaded, self.stacks, self.router) as routing:
                 yield routing
 
+    def refuse_task(self, task: str | None) -> None:
+        """Refuse the name of a task where nothing asks for one.
+
+        Raises:
+            UsageError: A task, and no table of tasks.
+        """
+        if task is not None and not self.tasks:
+            raise UsageError(
+                f"--task {task!r} means nothing for a composition by `{self.method}`: no tasks",
+                code="task",
+                hint="leave it out",
+                found=task,
+            )
+
     def materialise(self, task: str | None = None) -> "dict[str, LowRank]":
         """Return the one delta that the composition is, exactly, of the used experts' rank.
 
@@ -174,6 +188,10 @@ class Composition:
             loaded: The base.
             prompt: Token ids.
             task: For a routed table.
+
+        Raises:
+            UsageError: A static composition, or no such task.
+            Damaged: Weights that are not finite.
         """
         import torch
 
@@ -193,6 +211,13 @@ class Composition:
             routing.route([prompt], [task])
             ids = torch.tensor([list(prompt)], device=loaded.model.device)
             loaded.model(input_ids=ids, use_cache=False)
+        for path, shares in seen.items():
+            if not bool(shares.isfinite().all()):
+                raise Damaged(
+                    f"the router gives weights in {path} that are not finite (NaN or infinity)",
+                    code="not_finite",
+                    hint="an expert or the router overflows; try --dtype float32",
+                )
         return Explanation(self.names, seen)
 
 

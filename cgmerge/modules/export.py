@@ -86,7 +86,7 @@ def export(
         for name, deltas in adapters.items():
             if not deltas:
                 raise Incompatible(
-                    f"task {name} uses no expert at all: there is no adapter to write",
+                    f"task {name!r} uses no expert at all: there is no adapter to write",
                     code="no_effect",
                     hint="serve the base for it",
                 )
@@ -126,9 +126,11 @@ def _adapters(
         )
     if composition.router is None or task is not None or server != "vllm":
         name = task or (composition.names[0] if composition.router is None else "composed")
-        return {_plain_name(name): composition.materialise(task)}
+        plain = _task_names(composition).get(name) or _plain_name(name)
+        return {plain: composition.materialise(task)}
     if composition.tasks:
-        return {_plain_name(name): composition.materialise(name) for name in composition.tasks}
+        names = _task_names(composition)
+        return {names[name]: composition.materialise(name) for name in composition.tasks}
     return {
         name: dict(expert.deltas())
         for name, expert in zip(composition.names, composition.experts, strict=True)
@@ -138,6 +140,18 @@ def _adapters(
 def _plain_name(name: str) -> str:
     kept = "".join(char if char.isalnum() or char in "._+-" else "-" for char in name)
     return kept.strip("-._") or "composed"
+
+
+def _task_names(composition: Composition) -> dict[str, str]:
+    """Name the adapter of each task, as a folder and each once: `a-b`, `a-b-2`."""
+    found: dict[str, str] = {}
+    for task in composition.tasks:
+        plain = name = _plain_name(task)
+        number = 2
+        while name in found.values():
+            name, number = f"{plain}-{number}", number + 1
+        found[task] = name
+    return found
 
 
 def _write(
@@ -212,7 +226,9 @@ def _table(composition: Composition, exported: Exported) -> dict[str, Any]:
     if router is None:
         return table
     if composition.tasks:
-        return table | {"tasks": {task: _plain_name(task) for task in composition.tasks}}
+        return table | {
+            "tasks": {t: n for t, n in _task_names(composition).items() if n in exported.adapters}
+        }
     vectors = {name: tensor.tolist() for name, tensor in router.tensors().items()}
     rule = (
         "embed the prompt: mean of the base's last hidden states over its tokens, begin token left"

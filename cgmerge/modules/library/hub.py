@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cgmerge.errors import (
     CgmergeError,
@@ -209,6 +210,9 @@ class Repository:
         )
 
         where = f"{self.ref.library}: {what}"
+        # The client's transport raises errors of its own, whose root its HTTP error shares.
+        roots: Any = HfHubHTTPError.__mro__
+        transport = [kind for kind in roots if kind.__name__ == "HTTPError"]
         try:
             with _without_bars():
                 yield
@@ -230,7 +234,7 @@ class Repository:
                 code="hub",
                 hint="check the name; private ones need `hf auth login`",
             ) from error
-        except (HfHubHTTPError, OSError) as error:
+        except (HfHubHTTPError, OSError, *transport) as error:
             raise self._unreachable(where, error) from error
         except (RuntimeError, ValueError) as error:  # an upload that broke; a page it cannot read
             raise self._unreachable(where, error.__cause__ or error) from error

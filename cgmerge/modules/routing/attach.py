@@ -20,7 +20,13 @@ from cgmerge.modules.routing.layer import (
     SharedLinear,
     TokenLinear,
 )
-from cgmerge.modules.routing.router import RetrievalRouter, Router, TaskRouter, TokenRouter
+from cgmerge.modules.routing.router import (
+    RetrievalRouter,
+    Router,
+    TaskRouter,
+    TokenRouter,
+    check_hidden,
+)
 from cgmerge.modules.routing.rule import TokenRule
 from cgmerge.modules.routing.stack import Stack
 
@@ -148,6 +154,7 @@ def routed(loaded: LoadedBase, stacks: Mapping[str, Stack], router: Router) -> I
         raise Incompatible(
             f"the model has no module {', '.join(missing[:5])}", code="modules", found=missing[:5]
         )
+    _check_width(router, model)
     routes = Routes()
     layers = _layers(modules, stacks, router, routes)
     with ExitStack() as undo:
@@ -159,6 +166,15 @@ def routed(loaded: LoadedBase, stacks: Mapping[str, Stack], router: Router) -> I
             undo.callback(setattr, modules[parent], leaf, modules[path])
             setattr(modules[parent], leaf, layer)
         yield Routing(loaded, router, routes)
+
+
+def _check_width(router: Router, model: Any) -> None:
+    """Refuse a router whose layers read inputs of another width; modules were compared before."""
+    if not isinstance(router, TokenRouter) or router.scope == "module":
+        return
+    rows = [rule.scorer.rows for rule in router.rules.values()]
+    check_hidden({x.shape[-1] for x in rows if x is not None},
+                 int(model.config.get_text_config().hidden_size))  # fmt: skip
 
 
 def _layers(

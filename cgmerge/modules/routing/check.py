@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from cgmerge.errors import Damaged
-from cgmerge.modules.routing.attach import place_of
+from cgmerge.modules.routing.attach import layer_name, place_of
 from cgmerge.modules.routing.router import RetrievalRouter, Router, TaskRouter, TokenRouter
 from cgmerge.modules.routing.rule import TokenRule
 from cgmerge.modules.routing.scores import Energy, Gate, Scorer, Standardised, Subspace
@@ -52,6 +52,12 @@ def _check_tokens(router: TokenRouter, experts: Sequence[Sizes], source: str) ->
     modules = {path: into for sizes in experts for path, (_, into, _) in sizes.items()}
     if router.scope == "module":
         _same(sorted(router.rules), sorted(modules), f"{source}: modules of the router")
+    else:
+        layers = {layer_name(path) for path in modules} - {None}
+        if router.scope == "model":  # any one of them decides for all
+            _same(len(router.rules), 1, f"{source}: layers of the router")
+            layers &= set(router.rules)
+        _same(sorted(router.rules), sorted(map(str, layers)), f"{source}: layers of the router")
     for place, rule in router.rules.items():
         _check_rule(rule, len(experts), modules.get(place), f"{source}: {place}")
 

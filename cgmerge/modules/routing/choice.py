@@ -6,6 +6,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+LEAST, MOST = 1e-6, 1e6
+"""Bounds of temperatures and the like: what is divided by them stays within float32."""
+
 _FEW = 4
 _SMALL = 1 << 11
 

@@ -300,7 +300,7 @@ def _listed(raw: Mapping[str, Any], source: str) -> list[dict[str, Any]]:
 
 def _open_member(folder: Path, entry: Mapping[str, Any], source: str) -> Expert:
     place = folder / EXPERTS / entry["name"]
-    if place.is_symlink() or not place.is_dir():
+    if place.parent.is_symlink() or place.is_symlink() or not place.is_dir():
         raise Damaged(
             f"{source} lists the expert {entry['name']}, which is not in {place}",
             code="file_missing",
@@ -322,8 +322,8 @@ def _open_member(folder: Path, entry: Mapping[str, Any], source: str) -> Expert:
 
 def _open_router(folder: Path, raw: Mapping[str, Any], source: str) -> tuple[Router, str]:
     described = raw.get("router")
-    if not isinstance(described, dict) or described.get("kind") not in ROUTERS:
-        kind = described.get("kind") if isinstance(described, dict) else None
+    kind = described.get("kind") if isinstance(described, dict) else None
+    if not isinstance(described, dict) or not isinstance(kind, str) or kind not in ROUTERS:
         raise Damaged(
             f"{source}: unknown kind of router {kind!r}",
             code="router",
@@ -348,7 +348,7 @@ def _open_router(folder: Path, raw: Mapping[str, Any], source: str) -> tuple[Rou
                 found=found,
             )
         tensors = _read_tensors(path)
-    return ROUTERS[described["kind"]].restore(settings, tensors), digest or ""
+    return ROUTERS[kind].restore(settings, tensors), digest or ""
 
 
 def _order_digest(experts: Sequence[Expert]) -> str:

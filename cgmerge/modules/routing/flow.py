@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cgmerge.errors import UsageError
 from cgmerge.merge.params import Checked, param
-from cgmerge.modules.routing.choice import Choice
+from cgmerge.modules.routing.choice import LEAST, MOST, Choice
 from cgmerge.modules.routing.fitting import FitInput, Fitted, counts
 from cgmerge.modules.routing.learning import (
     failure,
@@ -38,7 +38,7 @@ class FlowParams(Checked):
     start: str = param(
         _BEST, "the expert that speaks alone at first: a name, `best` on the examples, or `even`"
     )
-    temperature: float = param(1.0, "T: scores are divided by it", above=0)
+    temperature: float = param(1.0, "T: scores are divided by it", low=LEAST, high=MOST)
     steps: int = param(200, "gradient steps", low=0, high=100_000)
     lr: float = param(0.01, "step size of Adam, falling to 0 along a cosine", above=0, high=10)
     batch: int = param(64, "examples in a step", low=1, high=100_000)

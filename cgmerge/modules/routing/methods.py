@@ -16,7 +16,12 @@ from cgmerge.modules.routing.flow import FlowParams, make_flow
 from cgmerge.modules.routing.gate import GateParams, make_gate
 from cgmerge.modules.routing.phatgoose import PhatgooseParams, make_phatgoose
 from cgmerge.modules.routing.retrieval import RetrievalParams, make_retrieval
-from cgmerge.modules.routing.router import Granularity
+from cgmerge.modules.routing.router import (
+    Granularity,
+    RetrievalRouter,
+    TaskRouter,
+    TokenRouter,
+)
 from cgmerge.modules.routing.spectral import (
     ArrowParams,
     SpectralParams,
@@ -63,6 +68,13 @@ class RoutedMethod:
     granularity: Granularity
     make: Callable[[FitInput], Fitted]
     aliases: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """Return the kind of router that it makes."""
+        if self.granularity == "token":
+            return TokenRouter.kind
+        return RetrievalRouter.kind if self.needs else TaskRouter.kind
 
     def make_params(self, values: Mapping[str, Any] | None = None) -> Checked:
         """Build the parameters from plain values or from strings as typed on a command line.

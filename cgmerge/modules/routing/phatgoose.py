@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cgmerge.merge.params import Checked, param
 from cgmerge.modules.encoding import Encoded
-from cgmerge.modules.routing.choice import Choice, Sigmoid
+from cgmerge.modules.routing.choice import LEAST, MOST, Choice, Sigmoid
 from cgmerge.modules.routing.fitting import FitInput, Fitted, Labelled, TopK, of_experts
 from cgmerge.modules.routing.learning import failure, learning, parameters, places, zeros
 from cgmerge.modules.routing.router import TokenRouter
@@ -28,7 +28,7 @@ class PhatgooseParams(Checked):
     """Parameters of `phatgoose`."""
 
     top_k: TopK = param(TopK("2"), "experts per token and module, or `all`")
-    temperature: float = param(1.0, "scores are divided by it", above=0)
+    temperature: float = param(1.0, "scores are divided by it", low=LEAST, high=MOST)
     steps: int = param(100, "gradient steps for each expert", low=0, high=100_000)
     lr: float = param(0.005, "step size of Adam, falling to 0 along a cosine", above=0, high=10)
     batch: int = param(64, "examples in a step", low=1, high=100_000)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cgmerge.merge.engine import one_thread
 from cgmerge.merge.params import Checked, param
-from cgmerge.modules.routing.choice import Choice
+from cgmerge.modules.routing.choice import LEAST, MOST, Choice
 from cgmerge.modules.routing.embed import embed
 from cgmerge.modules.routing.fitting import FitInput, Fitted, TopK, of_experts
 from cgmerge.modules.routing.router import RetrievalRouter
@@ -36,9 +36,13 @@ class RetrievalParams(Checked):
         "top", "the top_k most alike, or all that a kernel of the distance leaves above threshold"
     )
     top_k: TopK = param(TopK("1"), "top: experts per prompt, or `all`")
-    temperature: float = param(0.1, "top: cosines are divided by it before the softmax", above=0)
-    width: float = param(0.2, "kernel: β in exp(−(1 − cos)/β²)", above=0, high=100)
-    threshold: float = param(0.01, "kernel: smaller shares are dropped", low=0, high=0.5)
+    temperature: float = param(
+        0.1, "top: cosines are divided by it before the softmax", low=LEAST, high=MOST
+    )
+    width: float = param(0.2, "kernel: β in exp(−(1 − cos)/β²)", low=LEAST, high=100)
+    threshold: float = param(
+        0.01, "kernel: smaller shares are dropped, but for the largest", low=0, high=0.5
+    )
 
 
 def make_retrieval(fit: FitInput) -> Fitted:

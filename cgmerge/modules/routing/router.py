@@ -7,7 +7,6 @@
 A router is plain tensors and settings; saving one is writing them, without any code.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cgmerge.errors import Damaged, UsageError
-from cgmerge.modules.routing.choice import Choice
+from cgmerge.errors import Damaged, Incompatible, UsageError
+from cgmerge.modules.routing.choice import LEAST, MOST, Choice
 from cgmerge.modules.routing.rule import TokenRule
 from cgmerge.modules.routing.scores import SCORERS
 
@@ -28,6 +27,7 @@ Row = tuple[float, ...]
 """Weights of all experts."""
 
 _AFTER = "after"
+_SCOPES = ("module", "layer", "model")
 _TABLE = "weights"
 
 
@@ -115,7 +115,7 @@ class TokenRouter(Router):
     def restore(cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "TokenRouter":
         """See `Router.restore`."""
         form, scope = settings.get("form"), settings.get("scope")
-        if form not in SCORERS or scope not in ("module", "layer", "model"):
+        if not isinstance(form, str) or form not in SCORERS or scope not in _SCOPES:
             raise Damaged(f"a token router of form {form!r} and scope {scope!r}", code="router")
         if scope != "module" and not SCORERS[form].of_rows:
             raise Damaged(f"a router of form {form!r} cannot decide for a {scope}", code="router")
@@ -177,6 +177,7 @@ class RetrievalRouter(SequenceRouter):
 
     def similarities(self, embedded: Float[Tensor, "batch width"]) -> Tensor:
         """Return the cosine of every prompt with every expert, [batch, experts]."""
+        check_hidden({self.centre.shape[-1]}, embedded.shape[-1])
         moved = embedded.float() - self.centre.to(embedded.device)
         if self.noise is not None:
             noise = self.noise.to(moved.device)
@@ -192,7 +193,8 @@ class RetrievalRouter(SequenceRouter):
             return self.choice.weights(cosines)
         # The largest exponent is taken out, so that a prompt far from all experts has weights too.
         shares = ((cosines - 1.0) / self.width**2).softmax(dim=-1)
-        kept = shares.where(shares > self.threshold, 0.0)
+        best = shares.amax(dim=-1, keepdim=True)  # stays, also where all are below the threshold
+        kept = shares.where((shares > self.threshold) | (shares == best), 0.0)
         return kept / kept.sum(dim=-1, keepdim=True)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -330,10 +332,32 @@ ROUTERS: dict[str, type[Router]] = {
 """Every kind of router by the name in saved files."""
 
 
+def check_hidden(found: set[int], expected: int) -> None:
+    """Refuse a router that reads hidden states of another width than the model has.
+
+    Raises:
+        Incompatible: With both.
+    """
+    if found - {expected}:
+        raise Incompatible(
+            f"the router reads hidden states of width {max(found - {expected})}, the model's have"
+            f" {expected}",
+            code="router",
+            hint="it was made for another base; compose again",
+            expected=expected,
+            found=max(found - {expected}),
+        )
+
+
+def is_weight(value: object) -> bool:
+    """Whether a value from a file can be the weight of an expert: a number within ±1e6."""
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST
+    )  # also false for NaN
+
+
 def _is_row(row: object) -> bool:
-    return isinstance(row, list) and all(
-        isinstance(w, int | float) and not isinstance(w, bool) and math.isfinite(w) for w in row
-    )
+    return isinstance(row, list) and all(map(is_weight, row))
 
 
 def _are_names(value: object) -> bool:
@@ -352,6 +376,9 @@ def _natural(value: object, name: str) -> int | None:
 
 def _positive(settings: Mapping[str, Any], name: str) -> float:
     value = settings.get(name)
-    if isinstance(value, float) and math.isfinite(value) and value > 0:
+    if isinstance(value, float) and LEAST <= value <= MOST:
         return value
-    raise Damaged(f"router: {name} must be a number above 0, found {value!r}", code="router")
+    raise Damaged(
+        f"router: {name} must be a number from {LEAST:g} to {MOST:g}, found {value!r}",
+        code="router",
+    )

@@ -157,8 +157,10 @@ class Subspace(Scorer):
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
         """Take the width from the number of rows and of experts."""
-        experts = tensors["present"].shape[0]
-        return cls(**tensors, width=tensors["rows"].shape[0] // experts)
+        present, rows = tensors["present"], tensors["rows"]
+        if present.dim() != 1 or rows.dim() != 2 or not 0 < len(present) <= len(rows):
+            raise TypeError(f"rows {list(rows.shape)} for experts {list(present.shape)}")
+        return cls(**tensors, width=len(rows) // len(present))
 
 
 @dataclass(frozen=True, kw_only=True)

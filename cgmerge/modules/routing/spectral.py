@@ -17,7 +17,7 @@ from torch import Tensor
 from cgmerge.merge.deltas import LowRank
 from cgmerge.merge.engine import one_thread
 from cgmerge.merge.params import Checked, param
-from cgmerge.modules.routing.choice import Choice
+from cgmerge.modules.routing.choice import LEAST, MOST, Choice
 from cgmerge.modules.routing.fitting import FitInput, Fitted, TopK
 from cgmerge.modules.routing.router import TokenRouter
 from cgmerge.modules.routing.rule import TokenRule
@@ -53,7 +53,9 @@ class ArrowParams(Checked):
     """Parameters of `arrow`."""
 
     top_k: TopK = param(TopK("3"), "experts per token and module, or `all`")
-    temperature: float = param(1.0, "scores are divided by it before the softmax", above=0)
+    temperature: float = param(
+        1.0, "scores are divided by it before the softmax", low=LEAST, high=MOST
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 Without a table every expert is its own task.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from cgmerge import fs, strictjson
 from cgmerge.errors import DataError, NotFound
 from cgmerge.merge.params import Checked, param
 from cgmerge.modules.routing.fitting import FitInput, Fitted
-from cgmerge.modules.routing.router import TaskRouter
+from cgmerge.modules.routing.router import TaskRouter, is_weight
 from cgmerge.nearest import nearest
 from cgmerge.tensorfile import read_small
 
@@ -56,10 +55,7 @@ def make_table(fit: FitInput) -> Fitted:
 def _weights(value: object, task: str, path: Path) -> Mapping[str, float]:
     if isinstance(value, str):
         return {value: 1.0}
-    if isinstance(value, dict) and all(
-        isinstance(w, int | float) and not isinstance(w, bool) and math.isfinite(w)
-        for w in value.values()
-    ):
+    if isinstance(value, dict) and all(map(is_weight, value.values())):
         return {name: float(weight) for name, weight in value.items()}
     raise DataError(
         f"{path}: task {task!r} must name an expert, or experts with weights",
