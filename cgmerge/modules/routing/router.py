@@ -111,9 +111,10 @@ class TokenRouter(Router):
     def restore(cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "TokenRouter":
         """See `Router.restore`."""
         form, scope = settings.get("form"), settings.get("scope")
-        known = isinstance(form, str) and form in SCORERS
-        if not known or scope not in ("module", "layer", "model"):
-            raise Damaged(f"a token router of form {form!r} and scope {scope!r}", code="router")
+        if not isinstance(form, str) or form not in SCORERS:
+            raise Damaged(f"a token router of form {form!r}", code="router")
+        if scope not in ("module", "layer", "model"):
+            raise Damaged(f"a token router of scope {scope!r}", code="router")
         if scope != "module" and not SCORERS[form].of_rows:
             raise Damaged(f"a router of form {form!r} cannot decide for a {scope}", code="router")
         choice = Choice(
