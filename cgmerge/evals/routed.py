@@ -32,6 +32,7 @@ from cgmerge.modules.routing.files import (
 )
 from cgmerge.modules.routing.fitting import FitInput, Labelled, Progress
 from cgmerge.modules.routing.methods import RoutedMethod, find_routed
+from cgmerge.modules.routing.router import is_weight
 from cgmerge.modules.routing.stack import stacks
 from cgmerge.modules.routing.transform import subtract
 from cgmerge.modules.teacher import position_limit
@@ -305,7 +306,9 @@ def _known(method: object) -> str:
 
 def _subtraction(taken: Mapping[str, Any]) -> Subtraction:
     found = Subtraction(**taken)
-    _of(str, found.ref), _of(int | float, found.strength), _of(int | None, found.rank)
+    _of(str, found.ref), _of(int | None, found.rank)
+    if not is_weight(found.strength):
+        raise TypeError(f"strength {found.strength!r}"[:100])
     if found.space not in ("delta", "factors"):
         raise TypeError(f"space {found.space!r}")
     return found

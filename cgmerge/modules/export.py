@@ -126,8 +126,8 @@ def _adapters(
         )
     if composition.router is None or task is not None or server != "vllm":
         name = task or (composition.names[0] if composition.router is None else "composed")
-        plain = _task_names(composition).get(name) or _plain_name(name)
-        return {plain: composition.materialise(task)}
+        single = _task_names(composition).get(name) or _plain_name(name)
+        return {single: composition.materialise(task)}
     if composition.tasks:
         names = _task_names(composition)
         return {names[name]: composition.materialise(name) for name in composition.tasks}

@@ -153,6 +153,8 @@ def test_a_record_is_repeated_by_its_own_method_only(shelf, run, method):
         lambda r: r["fit"]["request"].update(subtraction={"ref": ["x"]}),
         lambda r: r["fit"]["request"].update(subtraction={"ref": "x", "space": "outer"}),
         lambda r: r["fit"]["request"].update(subtraction={"ref": "x", "rank": "all"}),
+        lambda r: r["fit"]["request"].update(subtraction={"ref": "x", "strength": 1e308}),
+        lambda r: r["fit"]["request"].update(subtraction={"ref": "x", "strength": True}),
         lambda r: r.update(method="someday"),
         lambda r: r.update(params="x"),
         lambda r: r.update(params=[[]]),

@@ -210,9 +210,13 @@ class Repository:
         )
 
         where = f"{self.ref.library}: {what}"
+<<<<<<< HEAD
         # The client's transport raises errors of its own, whose root its HTTP error shares.
         roots: Any = HfHubHTTPError.__mro__
         transport = [kind for kind in roots if kind.__name__ == "HTTPError"]
+=======
+        refused: tuple[type[Exception], ...] = (HfHubHTTPError, OSError, *_roots(HfHubHTTPError))
+>>>>>>> fresh5
         try:
             with _without_bars():
                 yield
@@ -234,7 +238,7 @@ class Repository:
                 code="hub",
                 hint="check the name; private ones need `hf auth login`",
             ) from error
-        except (HfHubHTTPError, OSError, *transport) as error:
+        except refused as error:
             raise self._unreachable(where, error) from error
         except (RuntimeError, ValueError) as error:  # an upload that broke; a page it cannot read
             raise self._unreachable(where, error.__cause__ or error) from error
@@ -245,6 +249,12 @@ class Repository:
             code="hub",
             hint="check the name and the connection, or pass a local folder",
         )
+
+
+def _roots(error: type[Exception]) -> list[type[Exception]]:
+    """Return what errors of the client's transport begin with: it need be no OSError."""
+    bases = [kind for kind in error.__mro__ if issubclass(kind, Exception)]
+    return [kind for kind in bases if kind.__name__ == "HTTPError"]
 
 
 @contextlib.contextmanager

@@ -284,3 +284,19 @@ def test_the_program_itself_with_the_clients_own_settings(experts, hub, tmp_path
 def test_malformed_references(run, hub, ref):
     cases.refused(run("inspect", ref, "--json"), 2, "usage.ref", "hf://user/repo")
     assert hub.requests == []
+
+
+def test_what_the_transport_raises_is_no_bug(run, hub, experts, monkeypatch, tmp_path):
+    """No name server, no route: the client passes on errors that are no OSError."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    root = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
+    unknown = type("ConnectError", (root,), {})("Name or service not known")
+
+    def nobody(*_args, **_options):
+        raise unknown
+
+    monkeypatch.setattr(HfApi, "list_repo_tree", nobody)
+    done = run("compose", "hf://me/lib", experts / "E1", "-o", tmp_path / "out", "--json")
+    cases.refused(done, 4, "environment.hub", "not known")
