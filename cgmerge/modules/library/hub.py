@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cgmerge.errors import (
     CgmergeError,
@@ -210,13 +209,7 @@ class Repository:
         )
 
         where = f"{self.ref.library}: {what}"
-<<<<<<< HEAD
-        # The client's transport raises errors of its own, whose root its HTTP error shares.
-        roots: Any = HfHubHTTPError.__mro__
-        transport = [kind for kind in roots if kind.__name__ == "HTTPError"]
-=======
         refused: tuple[type[Exception], ...] = (HfHubHTTPError, OSError, *_roots(HfHubHTTPError))
->>>>>>> fresh5
         try:
             with _without_bars():
                 yield

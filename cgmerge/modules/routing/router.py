@@ -27,7 +27,6 @@ Row = tuple[float, ...]
 """Weights of all experts."""
 
 _AFTER = "after"
-_SCOPES = ("module", "layer", "model")
 _TABLE = "weights"
 
 
@@ -115,15 +114,10 @@ class TokenRouter(Router):
     def restore(cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "TokenRouter":
         """See `Router.restore`."""
         form, scope = settings.get("form"), settings.get("scope")
-<<<<<<< HEAD
-        if not isinstance(form, str) or form not in SCORERS or scope not in _SCOPES:
-            raise Damaged(f"a token router of form {form!r} and scope {scope!r}", code="router")
-=======
         if not isinstance(form, str) or form not in SCORERS:
             raise Damaged(f"a token router of form {form!r}", code="router")
         if scope not in ("module", "layer", "model"):
             raise Damaged(f"a token router of scope {scope!r}", code="router")
->>>>>>> fresh5
         if scope != "module" and not SCORERS[form].of_rows:
             raise Damaged(f"a router of form {form!r} cannot decide for a {scope}", code="router")
         choice = Choice(
