@@ -100,22 +100,6 @@ class RoutedLinear(nn.Module):
         return weights
 
 
-class FixedLinear(RoutedLinear):
-    """Weights that depend on nothing: one adapter of the summed rank."""
-
-    def __init__(
-        self, base: nn.Module, path: str, stack: Stack, routes: Routes, weights: Tensor
-    ) -> None:
-        super().__init__(base, path, stack, routes)
-        self.weights = weights
-        self.mixed = stack.mixed(weights)
-
-    def share(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the factors of the mixed delta."""
-        self._watched(self.weights)
-        return x @ self.mixed.a.T, self.mixed.b
-
-
 class SequenceLinear(RoutedLinear):
     """Weights that were decided for the whole sequence; `place` is the layer it is in."""
 
