@@ -64,6 +64,8 @@ def _request(experts: list[str], method: str | None, asked: dict[str, Any]) -> "
 
     subtract, top_k = asked.pop("subtract"), asked.pop("top_k")
     taken = None if subtract is None else Subtraction(split_name(subtract)[1])
+    if top_k is not None and "top_k" in asked["params"]:
+        raise UsageError("--top-k and --set top_k are both given", code="parameter")
     chosen = {} if top_k is None else {"top_k": top_k}
     changes = asked | {"subtraction": taken, "params": {**asked["params"], **chosen}}
     changes["params"].pop("scale", None)  # refused by name where it was given

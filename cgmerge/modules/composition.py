@@ -15,7 +15,7 @@ A static one is a PEFT adapter folder with a `cgmerge.json` beside it, see `comp
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -259,6 +259,3 @@ class Explanation:
 
 def _mean(rows: Sequence[Sequence[float]]) -> list[float]:
     return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
-
-
-Progress = Callable[[int], None]

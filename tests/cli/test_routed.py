@@ -93,6 +93,7 @@ def test_a_record_with_other_examples_is_refused(shelf, run):
         (("-m", "arrow", "--top-k", "two"), "usage.parameter", "two"),
         (("-m", "arrow", "--set", "tempreature=2"), "usage.parameter", "temperature"),
         (("-m", "arrow", "--set", "temperature=0"), "usage.parameter", "temperature"),
+        (("-m", "arrow", "--top-k", "2", "--set", "top_k=1"), "usage.parameter", "both given"),
         (("-m", "ties", "--top-k", "2"), "usage.option", "--top-k"),
         (("-m", "ties", "--subtract", "general"), "usage.option", "--subtract"),
         (("experts/sort", "-m", "arrow"), "usage.experts", "same expert"),

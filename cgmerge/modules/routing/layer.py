@@ -4,6 +4,7 @@ The base layer is called as it is (nn.Linear, GPT-2's Conv1D, 4- and 8-bit layer
 share is added to its output. The cheapest of the kernels is taken by itself.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,7 +60,7 @@ class Routes:
         return plan if plan.batch == batch else plan.repeated(batch // plan.batch)
 
 
-class RoutedLinear(nn.Module):
+class RoutedLinear(nn.Module, ABC):
     """A linear layer with experts beside it.
 
     Args:
@@ -90,9 +91,9 @@ class RoutedLinear(nn.Module):
             return result
         return _plus(result, self.share(x.to(self.stack.a.dtype)))
 
+    @abstractmethod
     def share(self, x: Tensor) -> tuple[Tensor, Tensor] | Tensor:
         """Return what the experts add, whole or as two factors still to be multiplied."""
-        raise NotImplementedError
 
     def _watched(self, weights: Tensor) -> Tensor:
         if self.routes.watch is not None:
