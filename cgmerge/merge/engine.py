@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cgmerge.errors import UsageError
 from cgmerge.merge.deltas import Block, Blocks, Delta, LowRank, Rows, sizes_of, stack
-from cgmerge.merge.lowrank import Truncated, truncate, truncate_dense
+from cgmerge.merge.lowrank import Truncated, main_rows, truncate, truncate_dense
 from cgmerge.merge.registry import MethodSpec, Params, get_method, is_method
 from cgmerge.merge.spaces import SPACES, Projected, Space, SpaceExperts, project
 from cgmerge.merge.ternary import all_ternary, merge_patterns
@@ -274,7 +274,7 @@ class Merger:
         with one_thread():
             # The sum of the experts spans nearly the same directions and is cheap to decompose.
             total = stack(present, [self.rule.weights[i] for _, i in kept])
-            return truncate_dense(matrix, rank, truncate(total, rank).delta.a)
+            return truncate_dense(matrix, rank, main_rows(total, rank))
 
     def _merged(self, name: str) -> Tensor:
         """Apply the rule to one module as the blocks show it."""

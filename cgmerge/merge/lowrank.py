@@ -73,6 +73,24 @@ def truncate(delta: LowRank, rank: int) -> Truncated:
     return Truncated(LowRank(a, b), float(squares.sum()), float(squares[kept:].sum()))
 
 
+def main_rows(delta: LowRank, rank: int) -> Float[Tensor, "rank in"]:
+    """Return the directions of the row space that matter most, as a start for `truncate_dense`.
+
+    From the Gram matrices of the factors: half the time of `truncate`, but directions below
+    1e-4 of the largest are noise.
+
+    Args:
+        delta: Any factors, also linearly dependent ones.
+        rank: How many directions at most.
+    """
+    values, vectors = torch.linalg.eigh((delta.b.T @ delta.b).double())
+    left = vectors * values.clamp_min(0).sqrt()  # left·leftᵀ = BᵀB: leftᵀ·A has the rows of B·A
+    core = left.T @ (delta.a @ delta.a.T).double() @ left
+    right = torch.linalg.eigh(core).eigenvectors.flip(1)[:, :rank]
+    mix: Tensor = (left @ right).T.to(delta.a.dtype)
+    return mix @ delta.a
+
+
 def truncate_dense(
     matrix: Float[Tensor, "out in"], rank: int, rows: Float[Tensor, "guess in"]
 ) -> Truncated:

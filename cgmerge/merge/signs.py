@@ -32,8 +32,10 @@ def disjoint_mean_(
     # Positive where value and elected sign agree, 0 elsewhere; exact, since signs are ±1 or 0.
     # Few operations on all experts at once: each costs a pass over the block.
     total = sum_in_order(values.mul_(signs).relu_())
-    count = values.sign_()[0].mul_(weights[0])
-    for agrees, weight in zip(values[1:], weights[1:], strict=True):
+    count, *others = values.sign_().unbind()
+    if weights[0] != 1.0:
+        count.mul_(weights[0])
+    for agrees, weight in zip(others, weights[1:], strict=True):
         count.add_(agrees, alpha=weight)
     return total.mul_(signs).div_(count.clamp_min_(torch.finfo(total.dtype).tiny))
 
@@ -68,9 +70,10 @@ def disjoint_sum_(
 
 def sum_in_order(values: Tensor) -> Tensor:
     """Sum over the first axis in its order; faster than a reduction, which also reorders."""
-    if len(values) == 1:
-        return values[0].clone()
-    total = values[0] + values[1]
-    for value in values[2:]:
+    first, *others = values.unbind()
+    if not others:
+        return first.clone()
+    total = first + others[0]
+    for value in others[1:]:
         total += value
     return total

@@ -149,11 +149,9 @@ class Search:
         self.bin_bits = max(1, min(_BINS, _ALL_BINS // together).bit_length() - 1)
         self.remembered = _REMEMBERED // together
         self.bits: type[np.signedinteger[Any]] = np.int64 if double else np.int32
-        self.unsigned = np.uint64 if double else np.uint32
         self.top = 0x7FF0_0000_0000_0001 if double else 0x7F80_0001  # one above +inf
-        self.largest = self.bits(np.iinfo(self.bits).max)
-        self.scratch = np.empty(0, dtype=self.bits)
-        self.mask = np.empty(0, dtype=np.bool_)
+        self.scratch = np.empty(0, dtype=np.float64 if double else np.float32)
+        self.masks = np.empty((2, 0), dtype=np.bool_)
         self.low, self.high = 0, self.top
         self.done = False
         self.wanted_ties = 0
@@ -190,14 +188,16 @@ class Search:
 
     def count(self, values: Tensor, start: int) -> None:
         """Add one block, which begins at flat index `start`, to the histogram of the bracket."""
-        # numpy: its boolean selection is many times faster than torch's on one thread.
-        offsets = self.patterns(values)
-        offsets -= self.low
-        width = self.high - self.low
-        # Below `low` the unsigned view wraps around to a large number: one comparison is enough.
-        mask = self.mask[: offsets.size]
-        inside = np.compress(np.less(offsets.view(self.unsigned), width, out=mask), offsets)
-        self.above += int(np.count_nonzero(np.greater_equal(offsets, width, out=mask)))
+        # numpy: its selection is many times faster than torch's on one thread. Comparing floats
+        # is faster than comparing patterns; above +inf lies NaN, which nothing reaches.
+        magnitudes = self.magnitudes(values)
+        low, high = np.array([self.low, self.high], dtype=self.bits).view(magnitudes.dtype)
+        above, mask = (part[: magnitudes.size] for part in self.masks)
+        np.greater_equal(magnitudes, high, out=above)
+        np.greater_equal(magnitudes, low, out=mask)
+        inside = magnitudes[np.flatnonzero(np.not_equal(mask, above, out=mask))].view(self.bits)
+        inside -= self.low
+        self.above += int(np.count_nonzero(above))
         self.found.append(inside >> self.shift)
         self.starts.append(start)
         self.found_size += inside.size
@@ -269,14 +269,20 @@ class Search:
         below, value = np.array([self.low - 1, self.low], dtype=self.bits).view(number)
         return Cut(float(value), float(below), last)
 
+    def magnitudes(self, values: Tensor) -> np.ndarray[Any, Any]:
+        """Return |x|, flat; valid until the next call."""
+        flat = values.cpu().numpy().reshape(-1)
+        if self.scratch.size < flat.size:
+            # Fresh memory for every block would cost more than the arithmetic.
+            self.scratch = np.empty(flat.size, dtype=self.scratch.dtype)
+            self.masks = np.empty((2, flat.size), dtype=np.bool_)
+        found = self.scratch[: flat.size]
+        np.abs(flat, out=found)
+        return found
+
     def patterns(self, values: Tensor) -> np.ndarray[Any, Any]:
         """Return the bit patterns of the magnitudes, flat; valid until the next call."""
-        signed = values.cpu().numpy().reshape(-1).view(self.bits)
-        if self.scratch.size < signed.size:
-            self.scratch = np.empty(signed.size, dtype=self.bits)
-            self.mask = np.empty(signed.size, dtype=np.bool_)
-        # Clears the sign bit. Fresh memory for every block would cost more than the arithmetic.
-        return np.bitwise_and(signed, self.largest, out=self.scratch[: signed.size])
+        return self.magnitudes(values).view(self.bits)
 
 
 def cuts_of(blocks: Blocks, searches: Sequence[Search]) -> list[Cut]:

@@ -6,6 +6,7 @@ import torch
 from cgmerge.errors import UsageError
 from cgmerge.merge import LowRank, inner, make_rule, pad_rank, stack, truncate, truncate_dense
 from cgmerge.merge.engine import plan_rank
+from cgmerge.merge.lowrank import main_rows
 
 
 def random_delta(out, into, rank, seed=0):
@@ -158,3 +159,23 @@ def test_small_matrices_are_cut_exactly():
     matrix = torch.randn(200, 900, generator=torch.Generator().manual_seed(5))
     result = truncate_dense(matrix, 8, matrix.new_zeros(0, 900))
     assert result.error_sq == pytest.approx(tail(matrix, 8), rel=1e-6)
+
+
+@pytest.mark.parametrize(("out", "into"), [(40, 90), (90, 40)])
+def test_main_rows_span_the_row_space_of_the_best_approximation(out, into):
+    delta = random_delta(out, into, 12)
+    best = truncate(delta, 5)
+    rows = main_rows(delta, 5).double()
+    assert rows.shape == (5, into)
+    gram = rows @ rows.T
+    matrix = delta.b.double() @ delta.a.double()
+    left = matrix - matrix @ rows.T @ torch.linalg.solve(gram, rows)
+    assert float(left.square().sum()) == pytest.approx(best.error_sq, rel=1e-4)
+
+
+def test_main_rows_of_dependent_factors_are_finite():
+    delta = random_delta(30, 20, 3)
+    twice = LowRank(torch.cat([delta.a, delta.a]), torch.cat([delta.b, -delta.b], dim=1))
+    rows = main_rows(twice, 4)  # the zero matrix
+    assert rows.shape == (4, 20)
+    assert torch.isfinite(rows).all()
