@@ -22,7 +22,7 @@ from cgmerge.merge.deltas import Block, Blocks
 _BINS = 1 << 20  # of one search; narrower histograms only cost more passes
 _ALL_BINS = 1 << 22
 _REMEMBERED = 1 << 23  # entries within the brackets of all searches whose blocks are remembered
-_SAMPLE = 500_000  # entries of each expert that give the first bracket
+_SAMPLE = 350_000  # entries of each expert that give the first bracket
 _ALL_SAMPLES = 4_000_000
 _SAMPLE_SLACK = 0.004
 _DEVIATIONS = 2.5  # times 1/√entries: five standard deviations of a share of one half

@@ -148,6 +148,7 @@ class FullDeltas(Mapping[str, "FullDelta"]):
         self.expert = expert
         self.reader = reader
         self.transposed = {s.weight for s in base.modules.values() if s.transposed}
+        self._finite: dict[str, int] = {}
         own = {stem_of(name): name for name in expert.model.infos}
         self._pairs = {
             name: (own[stem_of(name)], name)
@@ -172,7 +173,7 @@ class FullDeltas(Mapping[str, "FullDelta"]):
     def __getitem__(self, name: str) -> "FullDelta":
         theirs, ours = self._pairs[name]
         kind = TransposedDelta if name in self.transposed else FullDelta
-        return kind(self.expert.reader, theirs, self.reader, ours)
+        return kind(self.expert.reader, theirs, self.reader, ours, self._finite)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._pairs)
@@ -189,13 +190,22 @@ class FullDelta(Rows):
         name: Which of them.
         base: The base's weights.
         base_name: Which of them.
+        finite: Entries from the first of a base's weight that were found finite; updated.
     """
 
-    def __init__(self, reader: WeightReader, name: str, base: WeightReader, base_name: str) -> None:
+    def __init__(
+        self,
+        reader: WeightReader,
+        name: str,
+        base: WeightReader,
+        base_name: str,
+        finite: dict[str, int],
+    ) -> None:
         self.reader = reader
         self.name = name
         self.base = base
         self.base_name = base_name
+        self.finite = finite
         self.shape = base.model.infos[base_name].shape
 
     def rows(self, first: int, last: int) -> "torch.Tensor":
@@ -223,8 +233,9 @@ class FullDelta(Rows):
         flat = out.view(-1)
         flat.copy_(self.reader.entries(self.name, start, end))
         flat.sub_(self.base.shared_floats(self.base_name, start, end))
-        if not flat.numel():
-            return
+        known = self.finite.get(self.base_name, 0)
+        if end <= known:
+            return  # methods that need several passes read the same open files
         low, high = torch.aminmax(flat)  # one pass; NaN goes through
         if not (math.isfinite(low) and math.isfinite(high)):
             # Names the model at fault; where both are finite their difference overflows.
@@ -237,13 +248,22 @@ class FullDelta(Rows):
                 hint="the model is broken (often a diverged training)",
                 tensor=self.name,
             )
+        if start <= known:
+            self.finite[self.base_name] = end
 
 
 class TransposedDelta(FullDelta):
     """The same for a weight that the files hold as [in, out]; it is read whole, and once."""
 
-    def __init__(self, reader: WeightReader, name: str, base: WeightReader, base_name: str) -> None:
-        super().__init__(reader, name, base, base_name)
+    def __init__(
+        self,
+        reader: WeightReader,
+        name: str,
+        base: WeightReader,
+        base_name: str,
+        finite: dict[str, int],
+    ) -> None:
+        super().__init__(reader, name, base, base_name, finite)
         self._stored = self.shape
         self.shape = self._stored[::-1]
         self._whole: torch.Tensor | None = None
@@ -252,7 +272,7 @@ class TransposedDelta(FullDelta):
         """Return rows of the transposed difference."""
         if self._whole is None:
             into = self._stored[0]
-            stored = FullDelta(self.reader, self.name, self.base, self.base_name)
+            stored = FullDelta(self.reader, self.name, self.base, self.base_name, self.finite)
             self._whole = stored.rows(0, into).T.contiguous()
         return self._whole[first:last]
 

@@ -17,6 +17,7 @@ CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 MAX_NAME = 512
 _LORA = re.compile(r"(?P<path>.+)\.lora_(?P<factor>[AB])\.weight")
+_TABLE = re.compile(r"\b(embed_tokens|wte|wpe|word_embeddings|tok_embeddings)\.lora_[AB]\.")
 _PATH = re.compile(r"[\w\-]+(?:\.[\w\-]+)*")
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
@@ -138,8 +139,10 @@ def _check_names(file: Tensors) -> None:
         "lora_B.bias": ("lora_bias", "LoRA biases are not part of ΔW"),
         "trainable_tokens_delta": ("tokens", "retrained token rows are not part of ΔW"),
     }
+    # PEFT calls the factors of an embedding otherwise, and would ignore these.
+    tables = {"lora_embedding_": [name for name in names if _TABLE.search(name)]}
     for word, (code, reason) in kinds.items():
-        holders = [name for name in names if word in name]
+        holders = [name for name in names if word in name] + tables.get(word, [])
         if holders:
             raise Incompatible(
                 f"{file.path}: {reason}: {', '.join(holders[:5])}",

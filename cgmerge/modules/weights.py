@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 CHUNK_ENTRIES = 1 << 20
 """Entries that are read at once where the whole tensor is not needed."""
 
+_AHEAD = 8  # requests that are read at once for who reads a weight from front to back
+
 
 class WeightReader:
     """The weights of one model folder.
@@ -27,6 +29,8 @@ class WeightReader:
     def __init__(self, model: Base) -> None:
         self.model = model
         self._open: dict[Path, TensorFile] = {}
+        self._window: tuple[str, int, torch.Tensor] | None = None
+        self._next: tuple[str, int] | None = None
         self._last: tuple[tuple[str, int, int], torch.Tensor] | None = None
 
     def count(self, name: str) -> int:
@@ -36,9 +40,25 @@ class WeightReader:
     def entries(self, name: str, first: int, last: int) -> "torch.Tensor":
         """Read entries `first:last` of a weight, flattened row by row, in the stored dtype.
 
+        Not to be modified: a few requests are read ahead, and may be answered twice.
+
         Raises:
             Damaged: The file is no longer what its header said.
         """
+        in_order, self._next = self._next == (name, first), (name, last)
+        if self._window is not None:
+            held, start, values = self._window
+            if held == name and start <= first and last <= start + values.numel():
+                return values[first - start : last - start]
+        end = last
+        if in_order:  # small reads cost more for being asked than for being read
+            most = max(last, first + CHUNK_ENTRIES // 2)
+            end = min(first + _AHEAD * (last - first), most, self.count(name))
+        found = self._read(name, first, end)
+        self._window = name, first, found
+        return found[: last - first]
+
+    def _read(self, name: str, first: int, last: int) -> "torch.Tensor":
         path = self.model.files[name]
         file = self._open.get(path)
         if file is None:

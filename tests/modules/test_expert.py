@@ -277,6 +277,12 @@ def test_not_finite_names_the_tensor(e1, bad):
             "incompatible.embedding_lora",
         ),
         (
+            "base_model.model.model.embed_tokens.lora_A.weight",
+            (2, 2),
+            Incompatible,
+            "incompatible.embedding_lora",
+        ),
+        (
             "base_model.model.e.token_adapter.trainable_tokens_delta",
             (2, 2),
             Incompatible,
