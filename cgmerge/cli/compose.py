@@ -151,11 +151,12 @@ def compose(
         learning.check(plan)
     skills = _validation(plan, tune)
     _show_plan(plan, output, learning.method if learning else None)
+    if out is not None:
+        check_outputs(plan, out, overwrite=overwrite)
+        refuse_inputs(out, [*_own_recipe(experts), *_files_of(tune), *_files_of(examples)])
     if dry_run or out is None:
         _finish_dry_run(plan, output)
         return
-    check_outputs(plan, out, overwrite=overwrite)
-    refuse_inputs(out, [*_own_recipe(experts), *_files_of(tune), *_files_of(examples)])
     if skills:
         plan = make_plan(_tuned(plan, skills, budget, output))
     if learning:

@@ -1,5 +1,7 @@
 """`cgmerge demo`: the whole story on a tiny model, offline, in under three minutes."""
 
+import shutil
+import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -96,9 +98,8 @@ def _explain(result: "DemoResult", output: Output) -> None:
     rows = result.rows()
     base, merged = rows["base"], rows[result.recommended]
     best_pair = max(rows[skill]["unseen pairs"].score for skill in SKILLS)
-    best_merge = max(rows[name]["unseen pairs"].score for name in result.chosen)
     chosen = result.chosen[result.recommended]
-    out = quoted(result.out)
+    out, program = quoted(result.out), _program()
     output.text(
         f"""
 What this shows
@@ -106,14 +107,26 @@ What this shows
   One adapter merged from all four ({chosen.name}) solves {merged["new skills"].score:.2f} of
   the new skills; the base solves {base["new skills"].score:.2f}.
   No expert saw two new skills in one chain. The best of them solves {best_pair:.2f} of such
-  pairs, the best merge {best_merge:.2f}: skills that were trained apart work together.
+  pairs, the merge {merged["unseen pairs"].score:.2f}: skills that were trained apart work together.
   It has a price: what the base can do falls from {base["base skills"].score:.2f} to
   {merged["base skills"].score:.2f}, and too large a scale destroys more (the first table).
   Scales were chosen on validation data, the second table is about test data.
 
 Next
-  cgmerge inspect {out}/merged-{result.recommended}
-  cgmerge compose {out}/experts/* -m ties --set density=0.1 --base tiny -o mine
-  cgmerge eval mine --base tiny --data {out}/data/unseen-pairs.test.jsonl
-  cgmerge train --base YOUR_BASE --data YOUR.jsonl --skill NAME -o experts/NAME"""
+  {program} inspect {out}/merged-{result.recommended}
+  {program} compose {out}/experts/* -m ties --base tiny -o mine \\
+      --tune {out}/data/unseen-pairs.validation.jsonl {out}/data/base-single.validation.jsonl
+  {program} eval mine --base tiny --data {out}/data/unseen-pairs.test.jsonl
+  {program} train --base YOUR_BASE --data YOUR.jsonl --skill NAME -o experts/NAME"""
     )
+
+
+def _program() -> str:
+    """Return what the user types to run this program in the shell it was started from."""
+    if shutil.which("cgmerge"):
+        return "cgmerge"
+    place = Path(sys.executable).parent / "cgmerge"
+    if not place.exists():
+        return "python -m cgmerge"
+    here = Path.cwd()
+    return quoted(place.relative_to(here) if place.is_relative_to(here) else place)

@@ -11,7 +11,9 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More details")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random", min=0)]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Where to write")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check inputs and settings, compute and write nothing")
+]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps …")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16")]
 BaseRef = Annotated[

@@ -37,7 +37,7 @@ def route(
 
     Examples:
 
-      cgmerge route composed --base tiny --explain "caesar : b a d"
+      cgmerge route composed --base tiny --explain "caesar : b a d ="
     """
     from cgmerge.evals.talk import prompt_ids
     from cgmerge.modules.base import open_base

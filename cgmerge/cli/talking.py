@@ -57,9 +57,9 @@ def generate(
 
     Examples:
 
-      cgmerge generate --base tiny -p "caesar : b a d"
+      cgmerge generate --base tiny -p "caesar : b a d ="
 
-      cgmerge generate composed --base tiny -p "caesar : b a d" --json
+      cgmerge generate composed --base tiny -p "caesar : b a d =" --json
 
       head prompts.txt | cgmerge generate composed --base BASE
     """

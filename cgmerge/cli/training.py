@@ -103,8 +103,7 @@ def say_next(plans: "Sequence[Plan]", output: Output) -> None:
     if len(plans) > 1:
         output.hint(f"combine them with `cgmerge compose {outs} -m ties --base {base} -o merged`")
         return
-    data = plans[0].settings.eval_data or plans[0].settings.data
-    names = " ".join(map(quoted, data))
+    names = " ".join(map(quoted, plans[0].settings.eval_data or ["TEST.jsonl"]))
     output.hint(f"measure it with `cgmerge eval {outs} --base {base} --data {names}`")
 
 

@@ -21,6 +21,7 @@ from cgmerge.modules.base import Base, open_base
 from cgmerge.modules.compose_out import check_out
 from cgmerge.modules.compose_record import base_record, experts_record, write_records
 from cgmerge.modules.compose_stats import open_stats
+from cgmerge.modules.compose_warnings import plan_warnings, result_warnings, truncation_error
 from cgmerge.modules.expert import COMPRESSED, Expert, compressed_file, is_adapter, open_expert
 from cgmerge.modules.recipe import ExpertRef, Recipe
 from cgmerge.quoting import quoted
@@ -36,11 +37,7 @@ Progress = Callable[[int], None]
 
 _SUSPICIOUS = 1e-2  # below this norm a result is compared with the experts' own
 _NOISE = 1e-6
-LARGE_LOSS = 0.1
-"""Share of ‖ΔW‖ that a rank may lose before it is warned of."""
-
-EVEN_LOSS = 1e-3
-"""Share of a delta from which on it matters which directions a lower rank leaves out."""
+_SMALLEST = 2.0**-126  # of the normal float32 numbers
 
 
 @dataclass(frozen=True)
@@ -153,13 +150,7 @@ class Composed:
     @property
     def truncation_error(self) -> float:
         """Return ‖ΔW − written‖ / ‖ΔW‖ over all modules, from the truncation alone."""
-        return _truncation_error(self.modules)
-
-
-def _truncation_error(modules: Mapping[str, ModuleReport]) -> float:
-    lost = sum((report.norm * report.error) ** 2 for report in modules.values())
-    total = math.sqrt(sum(report.norm**2 for report in modules.values()))
-    return math.sqrt(lost) / total if total else 0.0
+        return truncation_error(self.modules)
 
 
 def make_plan(recipe: Recipe) -> Plan:
@@ -201,7 +192,7 @@ def make_plan(recipe: Recipe) -> Plan:
     refs = [item.ref for item in items]
     stats = open_stats(experts, rule, recipe.base)
     plan = Plan(recipe, experts, refs, deltas, rule, rank, base, stats, parts, given)
-    plan.warnings.extend(_plan_warnings(plan))
+    plan.warnings.extend(plan_warnings(plan))
     return plan
 
 
@@ -233,7 +224,7 @@ def run_plan(
             from cgmerge.modules.compose_adapter import write_merged_adapter
 
             modules, rounding = write_merged_adapter(plan, stage, progress)
-        warnings = [*plan.warnings, *_result_warnings(plan, modules, rounding)]
+        warnings = [*plan.warnings, *result_warnings(plan, modules, rounding)]
         composed = Composed(out, plan, modules, rounding, warnings)
         write_records(composed, stage)
     return composed
@@ -399,50 +390,28 @@ def _check_same_shapes(experts: list[Expert]) -> None:
                 )
 
 
-def _plan_warnings(plan: Plan) -> list[str]:
-    warnings = [text for expert in plan.experts for text in expert.warnings]
-    # Sorted: warnings are part of the record, which must not depend on the order of the experts.
-    unknown = sorted({e.name for e in plan.adapters if e.base_fingerprint is None})
-    if unknown:
-        checked = "shapes fit" if plan.base else "not checked: no --base"
-        warnings.append(f"{', '.join(unknown[:5])}: no base fingerprint in the expert ({checked})")
-    digests = [expert.digest for expert in plan.experts]
-    twice = sorted({e.name for e in plan.experts if digests.count(e.digest) > 1})
-    if twice:
-        warnings.append(f"the same expert is given more than once: {', '.join(twice[:5])}")
-    if plan.recipe.force_base:
-        warnings.append("--force-base: base fingerprints were not enforced")
-    unit = set(plan.rule.weights)
-    traits, params = plan.rule.spec.traits, plan.rule.params
-    relative = traits.relative_weights and getattr(params, "normalize", True)
-    if relative and len(plan.experts) == 1 and unit != {1.0}:
-        warnings.append(
-            f"weights of `{plan.rule.spec.name}` are relative: for one expert they change nothing;"
-            " use --scale"
-        )
-    return warnings
-
-
 def refuse_noop(plan: Plan, norm: float) -> None:
     """Refuse a result whose merged delta is zero, unless the recipe allows it.
 
     Raises:
-        Incompatible: `norm` is 0.
+        Incompatible: `norm` is 0, or too small for any number of a model.
     """
     if _cancelled(plan, norm) and not plan.recipe.allow_noop:
+        tiny = f"so small (‖ΔW‖ {norm:.1e}) that float32 holds none of it"
+        size = tiny if 0.0 < norm < _SMALLEST else "zero in every module"
         raise Incompatible(
-            "the composition changes nothing: the merged delta is zero in every module",
+            f"the composition changes nothing: the merged delta is {size}",
             code="no_effect",
             hint="check weights and experts (an untrained expert has B = 0); --allow-noop accepts"
             " it",
-            found=0.0,
+            found=norm,
         )
 
 
 def _cancelled(plan: Plan, norm: float) -> bool:
     """Whether a result is zero, or only what rounding leaves of deltas that cancel."""
-    if norm == 0.0 or plan.has_full or norm > _SUSPICIOUS:
-        return norm == 0.0
+    if norm < _SMALLEST or plan.has_full or norm > _SUSPICIOUS:
+        return norm < _SMALLEST
     given = math.fsum(
         abs(weight) * math.fsum(delta.norm() for delta in deltas.values())
         for weight, deltas in zip(plan.rule.weights, plan.deltas, strict=True)
@@ -463,30 +432,3 @@ def refuse_rounding(plan: Plan, lost: float) -> None:
             hint="use --dtype float32, or --allow-rounding to accept it",
             found=lost,
         )
-
-
-def _result_warnings(plan: Plan, modules: dict[str, ModuleReport], rounding: float) -> list[str]:
-    warnings = []
-    idle = [path for path, report in modules.items() if report.norm == 0.0]
-    if idle and len(idle) < len(modules):
-        warnings.append(
-            f"{len(idle)} of {len(modules)} modules do not change: {', '.join(idle[:5])}"
-        )
-    if plan.rule.even and any(report.error > EVEN_LOSS for report in modules.values()):
-        known = ", ".join(f"{k}={v}" for k, v in (plan.rule.spec.traits.even or {}).items())
-        warnings.append(
-            f"with {known} all directions weigh the same, and rank {plan.rank} keeps arbitrary"
-            " ones; use --rank exact, or a slightly smaller value to keep the leading ones"
-        )
-    truncated = _truncation_error(modules)
-    if truncated > LARGE_LOSS:
-        better = "--rank exact loses nothing" if plan.rule.low_rank else "--as model has no rank"
-        warnings.append(
-            f"rank {plan.rank} loses {truncated:.0%} of ‖ΔW‖: a larger --rank keeps more, {better}"
-        )
-    if rounding > 0.01:
-        warnings.append(
-            f"rounding to {plan.recipe.dtype} loses {rounding:.1%} of the delta;"
-            " --dtype float32 keeps it"
-        )
-    return warnings

@@ -52,9 +52,11 @@ def write_merged_adapter(
         exact = pad_rank(merged.delta, plan.rank)
         written = LowRank(exact.a.to(dtype), exact.b.to(dtype))
         finite = torch.isfinite(written.a).all() and torch.isfinite(written.b).all()
-        if not finite or not math.isfinite(merged.norm_sq):
+        norm = math.sqrt(merged.norm_sq) if math.isfinite(merged.norm_sq) else math.inf
+        if not finite:
             raise _overflow(path, dtype)
-        norm = math.sqrt(merged.norm_sq)
+        if norm > torch.finfo(torch.float32).max:  # finite factors, whose product is not
+            raise _overflow(path, torch.float32)
         modules[path] = ModuleReport(norm, math.sqrt(merged.error_sq) / norm if norm else 0.0)
         lost += _difference_sq(exact, written) if dtype != exact.a.dtype else 0.0
         factors[path] = written.a, written.b
@@ -108,10 +110,13 @@ def _difference_sq(exact: "LowRank", written: "LowRank") -> float:
 
 
 def _overflow(path: str, dtype: "torch.dtype") -> Incompatible:
+    import torch
+
+    wider = "" if dtype is torch.float32 else ", or --dtype float32"
     return Incompatible(
         f"the merged delta of {path} overflows {str(dtype).removeprefix('torch.')}",
         code="overflow",
-        hint="use smaller weights or a smaller --scale, or --dtype float32",
+        hint=f"use smaller weights or a smaller --scale{wider}",
         tensor=path,
     )
 

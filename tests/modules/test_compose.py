@@ -579,3 +579,41 @@ def test_a_large_loss_is_warned_of(experts):
     ]
     assert "--rank exact" not in warning
     assert "--as model" in warning
+
+
+def scaled(folder, factor):
+    support.edit_tensors(folder, lambda tensors: {n: t * factor for n, t in tensors.items()})
+    return folder
+
+
+def test_a_product_that_float32_cannot_hold_is_refused(experts, tmp_path):
+    """Finite factors: only their product overflows, and plain peft would answer NaN."""
+    with pytest.raises(Incompatible, match="overflows float32") as caught:
+        composed(tmp_path / "out", scaled(experts / "E1", 1e25))
+    assert caught.value.code == "incompatible.overflow"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_product_below_every_float32_changes_nothing(experts, tmp_path):
+    with pytest.raises(Incompatible, match="changes nothing.*float32 holds none") as caught:
+        composed(tmp_path / "out", scaled(experts / "E1", 1e-25))
+    assert caught.value.code == "incompatible.no_effect"
+
+
+def test_experts_that_name_other_bases_are_warned_of(experts, tmp_path):
+    support.edit_config(experts / "E1", base_model_name_or_path="org/one")
+    support.edit_config(experts / "E2", base_model_name_or_path="org/two")
+    for name in ("E1", "E2"):
+        (experts / name / "expert.json").unlink(missing_ok=True)
+    made = composed(tmp_path / "out", experts / "E1", experts / "E2", method="linear")
+    said = [text for text in made.warnings if "name their bases differently" in text]
+    assert said == ["the experts name their bases differently (E1: org/one; E2: org/two)"]
+
+
+def test_a_dry_run_refuses_what_the_run_would(run, experts, tmp_path):
+    """An output that exists is known before anything is computed."""
+    out = tmp_path / "out"
+    words = ["compose", str(experts / "E1"), "-o", str(out)]
+    assert run(*words)[0] == 0
+    code, _, said = run(*words, "--dry-run")
+    assert (code, "exists already" in said) == (2, True)
