@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cgmerge import fs
 from cgmerge.errors import Incompatible, UsageError
+from cgmerge.modules import builtin
 from cgmerge.modules.adapter_config import MAX_RANK
 from cgmerge.modules.adapter_out import AdapterForm, missing_siblings, write_adapter
 from cgmerge.modules.card import ExpertCard, package_versions, write_card
@@ -202,12 +203,15 @@ def _vllm(stage: Path, composition: Composition, exported: Exported) -> Exported
         )
     names = " ".join(f"{name}={path}" for name, path in exported.adapters.items())
     command = (
-        f"vllm serve {shlex.quote(composition.base.name or 'BASE')} --enable-lora"
+        f"vllm serve {shlex.quote(_served_base(composition))} --enable-lora"
         f" --max-lora-rank {fits} --max-loras {min(len(exported.adapters), 8)}"
         f" --lora-modules {names}"
     )
     fs.write_json(stage / TABLE, _table(composition, exported))
-    fs.write_bytes(stage / "serve.sh", f"#!/bin/sh\n# From this folder.\n{command}\n".encode())
+    fs.write_bytes(
+        stage / "serve.sh",
+        f"#!/bin/sh\n# From this folder.{_note(composition)}\n{command}\n".encode(),
+    )
     return Exported(exported.adapters, exported.rank, exported.error, command)
 
 
@@ -240,11 +244,26 @@ def _table(composition: Composition, exported: Exported) -> dict[str, Any]:
 
 def _ollama(stage: Path, composition: Composition) -> None:
     lines = [
-        "# ollama create NAME -f Modelfile   (FROM must be the base that the adapter is for)",
-        f"FROM {composition.base.name or 'BASE'}",
+        "# ollama create NAME -f Modelfile   (FROM must be the base that the adapter is for)"
+        + _note(composition),
+        f"FROM {_served_base(composition)}",
         "ADAPTER .",
     ]
     fs.write_bytes(stage / "Modelfile", ("\n".join(lines) + "\n").encode())
+
+
+def _served_base(composition: Composition) -> str:
+    """Return the base's name for a server, to which the built-in bases' names mean nothing."""
+    name = composition.base.name
+    return "BASE" if not name or name in builtin.NAMES else name
+
+
+def _note(composition: Composition) -> str:
+    if composition.base.name not in builtin.NAMES:
+        return ""
+    return (
+        f"\n# BASE: a folder or repository of the model that cgmerge calls {composition.base.name}."
+    )
 
 
 def servers() -> Sequence[str]:

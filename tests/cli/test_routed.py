@@ -338,3 +338,15 @@ def test_export_writes_what_servers_read(shelf, run):
                     "incompatible.not_servable")  # fmt: skip
     assert "one adapter per request" in error["message"]
     refused(run("export", "c", "-o", "experts", "--json"), 2, "usage.out_exists")
+
+
+def test_export_does_not_tell_servers_our_own_names(shelf, run, monkeypatch):
+    monkeypatch.setattr("cgmerge.modules.builtin.NAMES", ("some/base",))  # what these are for
+    done(compose(run, "-m", "task", "-o", "c"))
+    done(run("export", "c", "--to", "vllm", "-o", "v", "--json"))
+    done(run("export", "experts/sort", "--to", "ollama", "-o", "o", "--json"))
+    said = "# BASE: a folder or repository of the model that cgmerge calls some/base."
+    for file, wanted in (("v/serve.sh", "vllm serve BASE --"), ("o/Modelfile", "FROM BASE")):
+        text = (shelf / file).read_text()
+        assert said in text
+        assert wanted in text

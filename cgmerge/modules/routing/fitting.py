@@ -33,16 +33,17 @@ class TopK(str):
             raise ValueError(text)
         return super().__new__(cls, text)
 
-    def of(self, experts: int, warnings: list[str]) -> int | None:
+    def of(self, experts: int, warnings: list[str], *, default: str) -> int | None:
         """Return the number for so many experts; None for all of them.
 
         Args:
             experts: How many there are.
             warnings: Gets a line where the user asked for more.
+            default: The method's own number, which nobody asked for.
         """
         if not self.isdecimal():
             return None
-        if int(self) > experts:
+        if int(self) > experts and self != default:
             warnings.append(f"top_k={self}, but there are {experts} experts: all of them are used")
         return int(self) if int(self) < experts else None
 

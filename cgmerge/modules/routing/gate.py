@@ -126,7 +126,7 @@ def _prune(
     dense: Mark,
     warnings: list[str],
 ) -> Pruned:
-    number = p.top_k.of(len(fit.names), warnings)
+    number = p.top_k.of(len(fit.names), warnings, default="auto")
     auto = p.top_k == "auto"
     candidates = range(1, len(fit.names)) if auto else [] if number is None else [number]
     least = Mark(dense.loss + p.tolerance, dense.score) if auto else None

@@ -22,12 +22,14 @@ from cgmerge.modules.routing.rule import TokenRule
 from cgmerge.modules.routing.scores import Gate, Standardised
 from cgmerge.modules.routing.support import Descent, Steps, Support, descend
 
+_TOP_K = TopK("2")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PhatgooseParams(Checked):
     """Parameters of `phatgoose`."""
 
-    top_k: TopK = param(TopK("2"), "experts per token and module, or `all`")
+    top_k: TopK = param(_TOP_K, "experts per token and module, or `all`")
     temperature: float = param(1.0, "scores are divided by it", low=LEAST, high=MOST)
     steps: int = param(100, "gradient steps for each expert", low=0, high=100_000)
     lr: float = param(0.005, "step size of Adam, falling to 0 along a cosine", above=0, high=10)
@@ -56,7 +58,7 @@ def make_phatgoose(fit: FitInput) -> Fitted:
         learned.append(
             {"name": fit.names[expert], "rows": len(rows), "start": first, "kept": descent.best}
         )
-    choice = Choice(p.top_k.of(len(fit.names), warnings), p.temperature)
+    choice = Choice(p.top_k.of(len(fit.names), warnings, default=_TOP_K), p.temperature)
     rules = {}
     for path, stack in fit.stacks.items():
         none = torch.zeros(stack.a.shape[1])

@@ -28,6 +28,9 @@ _SHRINK = 0.2  # ρ; results hardly differ between 0.1 and 0.5
 _UNSURE = 0.5
 
 
+_TOP_K = TopK("1")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RetrievalParams(Checked):
     """Parameters of `retrieval`."""
@@ -35,7 +38,7 @@ class RetrievalParams(Checked):
     choose: Literal["top", "kernel"] = param(
         "top", "the top_k most alike, or all that a kernel of the distance leaves above threshold"
     )
-    top_k: TopK = param(TopK("1"), "top: experts per prompt, or `all`")
+    top_k: TopK = param(_TOP_K, "top: experts per prompt, or `all`")
     temperature: float = param(
         0.1, "top: cosines are divided by it before the softmax", low=LEAST, high=MOST
     )
@@ -64,7 +67,7 @@ def make_retrieval(fit: FitInput) -> Fitted:
         likeness = Likeness.of(embedded)
         found = recognised(embedded)
     warnings: list[str] = []
-    choice = Choice(p.top_k.of(len(fit.names), warnings), p.temperature)
+    choice = Choice(p.top_k.of(len(fit.names), warnings, default=_TOP_K), p.temperature)
     width = p.width if p.choose == "kernel" else None
     router = RetrievalRouter(
         likeness.centroids, likeness.centre, likeness.noise, choice, width, p.threshold

@@ -48,11 +48,14 @@ class Directions(str):
         return int(self) if self.isdecimal() else None
 
 
+_TOP_K = TopK("3")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ArrowParams(Checked):
     """Parameters of `arrow`."""
 
-    top_k: TopK = param(TopK("3"), "experts per token and module, or `all`")
+    top_k: TopK = param(_TOP_K, "experts per token and module, or `all`")
     temperature: float = param(
         1.0, "scores are divided by it before the softmax", low=LEAST, high=MOST
     )
@@ -86,7 +89,7 @@ def make_spectral(fit: FitInput) -> Fitted:
 
 def _make(fit: FitInput, p: ArrowParams, *, directions: int | None, normalise: bool) -> Fitted:
     warnings: list[str] = []
-    choice = Choice(p.top_k.of(len(fit.names), warnings), p.temperature)
+    choice = Choice(p.top_k.of(len(fit.names), warnings, default=_TOP_K), p.temperature)
     with one_thread():
         router = spectral_router(
             fit.stacks, directions=directions, choice=choice, normalise=normalise
