@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from cgmerge.plain import exact
 from cgmerge.errors import Damaged, Incompatible, LimitExceeded, Unsafe
 
 MAX_RANK = 1024
@@ -213,7 +214,7 @@ def _alpha(value: Any, name: str, source: str) -> float:
     fits = isinstance(value, int | float) and not isinstance(value, bool)
     if not fits or not 0 < value <= MAX_ALPHA:
         raise Damaged(
-            f"{source}: {name} must be a number in (0, {MAX_ALPHA:g}], found {_shown(value)}",
+            f"{source}: {name} must be a number in (0, {exact(MAX_ALPHA)}], found {_shown(value)}",
             code="config_value",
             field=name,
         )
