@@ -73,16 +73,21 @@ def local_place(ref: str, *, what: str, suffix: str | None = None) -> Path:
             hint=_instead_of(path, suffix),
             path=path,
         )
+    raise _absent(ref, what, path, builtins=suffix is None)
+
+
+def _absent(ref: str, what: str, path: Path, *, builtins: bool) -> NotFound:
+    """Describe what is not there, with what is near it."""
     near = _near(path)
-    if suffix is None:
+    if builtins:
         from cgmerge.modules.builtin import NAMES
 
         near = [*nearest(ref, NAMES), *near]
     hint = f"similar: {', '.join(near)}" if near else None
-    plain = ref.count("/") == 1 and not ref.startswith((".", "~", "/"))
-    if hint is None and plain and not os.path.lexists(path.parent):
+    plain_word = ref.count("/") == 1 and not ref.startswith((".", "~", "/"))
+    if hint is None and plain_word and not os.path.lexists(path.parent):
         hint = f"for a repository on the hub write {_REMOTE}{ref}"
-    raise NotFound(f"no such {what}: {ref}", code="folder", hint=hint, path=path)
+    return NotFound(f"no such {what}: {ref}", code="folder", hint=hint, path=path)
 
 
 def _instead_of(path: Path, suffix: str | None) -> str | None:

@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from cgmerge.plain import exact
 from cgmerge.errors import Damaged, Incompatible, LimitExceeded, Unsafe
+from cgmerge.plain import exact
 
 MAX_RANK = 1024
 MAX_ALPHA = 1e6

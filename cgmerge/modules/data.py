@@ -264,7 +264,9 @@ def _python_rows(batch: Any, source: str, before: int) -> list[_Row]:
                         row=number,
                         column=name,
                     ) from error
-        raise DataError(f"{source} holds rows that cannot be used: {whole}", code="value") from whole
+        raise DataError(
+            f"{source} holds rows that cannot be used: {whole}", code="value"
+        ) from whole
     return rows
 
 

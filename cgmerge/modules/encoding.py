@@ -236,7 +236,9 @@ def _refuse_long(
                 "whose targets are longer"
             )
         raise DataError(
-            f"{source}: " * bool(source) + f"{len(long)} of {len(encoded)} rows have a target that does not fit into "
+            f"{source}: "
+            * bool(source)
+            + f"{len(long)} of {len(encoded)} rows have a target that does not fit into "
             f"{limit} tokens; the longest (row {row}) needs {longest}",
             code="too_long",
             hint=hint,

@@ -22,8 +22,8 @@ from cgmerge.modules.mergekit_table import (
     REFUSED_METHODS,
     Entry,
 )
-from cgmerge.plain import exact
 from cgmerge.nearest import nearest
+from cgmerge.plain import exact
 
 KEY = "merge_method"
 """What tells a mergekit file from a recipe of ours."""

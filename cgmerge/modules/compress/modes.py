@@ -27,8 +27,8 @@ from cgmerge.modules.compress.sections import Coded
 from cgmerge.modules.compress.svdq import quantised_terms
 from cgmerge.modules.compress.termfit import CLOSE, Decompose, Decomposer, coded_terms, fit_terms
 from cgmerge.modules.compress.ternary import ternary_terms
-from cgmerge.plain import exact
 from cgmerge.modules.compress.topk import top_k_signs
+from cgmerge.plain import exact
 
 Mode = Literal["ternary", "svdq", "compeft"]
 Gauge = Literal["svd", "raw"]

@@ -19,8 +19,8 @@ from torch import Tensor
 from cgmerge.errors import Damaged, Incompatible, UsageError
 from cgmerge.modules.routing.choice import LEAST, MOST, Choice
 from cgmerge.modules.routing.rule import TokenRule
-from cgmerge.plain import exact
 from cgmerge.modules.routing.scores import SCORERS
+from cgmerge.plain import exact
 
 Granularity = Literal["token", "sequence"]
 Scope = Literal["module", "layer", "model"]
