@@ -149,7 +149,7 @@ def run(words: list[str]) -> int:
     except BaseException as error:  # noqa: BLE001  (the last line of defence)
         return _exit_code(error, words)
     if code == _INTERRUPTED:  # the parser makes this of a KeyboardInterrupt
-        return _exit_code(KeyboardInterrupt(), words)
+        _exit_code(KeyboardInterrupt(), words)
     return code if isinstance(code, int) else 0
 
 

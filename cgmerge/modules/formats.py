@@ -251,31 +251,37 @@ def _messages(row: _Row, column: str, value: Any, keys: tuple[str, str]) -> list
             f"{column!r} must be a list of {{{role_key}, {text_key}}}, found {_kind(value)}",
             code="type",
         )
-    result: list[_Turn] = []
-    for place, turn in enumerate(value, start=1):
-        where = f"{column!r}, message {place}"
-        if not isinstance(turn, dict) or role_key not in turn or text_key not in turn:
-            found = f"keys {', '.join(turn)}" if isinstance(turn, dict) else _kind(turn)
-            raise row.wrong(
-                f"{where} must hold {role_key!r} and {text_key!r}, found {found}", code="type"
-            )
-        for name in _LOST_KEYS:
-            if turn.get(name) not in (None, "", [], {}):
-                raise _lost(row, f"{where} has", name)
-        role, content = turn[role_key], turn[text_key]
-        if not isinstance(role, str) or role not in _ROLES:
-            raise row.wrong(
-                f"{where} has the role {role!r}; known are {', '.join(_ROLES)}", code="role"
-            )
-        if not isinstance(content, str):
-            raise row.wrong(f"{where} must hold a string, found {_kind(content)}", code="type")
-        if not content.strip():
-            if _ROLES[role] == "system":
-                continue  # an empty system message says: none
-            raise row.wrong(f"{where} ({role}) is empty", code="empty")
-        message = Message(_ROLES[role], content)
-        result.append((message, _is_learned(row, where, message, turn.get("weight"))))
-    return result
+    turns = (
+        _message(row, f"{column!r}, message {place}", turn, keys)
+        for place, turn in enumerate(value, start=1)
+    )
+    return [turn for turn in turns if turn is not None]
+
+
+def _message(row: _Row, where: str, turn: Any, keys: tuple[str, str]) -> _Turn | None:
+    """Read one message; None for an empty system message, which says that there is none."""
+    role_key, text_key = keys
+    if not isinstance(turn, dict) or role_key not in turn or text_key not in turn:
+        found = f"keys {', '.join(turn)}" if isinstance(turn, dict) else _kind(turn)
+        raise row.wrong(
+            f"{where} must hold {role_key!r} and {text_key!r}, found {found}", code="type"
+        )
+    for name in _LOST_KEYS:
+        if turn.get(name) not in (None, "", [], {}):
+            raise _lost(row, f"{where} has", name)
+    role, content = turn[role_key], turn[text_key]
+    if not isinstance(role, str) or role not in _ROLES:
+        raise row.wrong(
+            f"{where} has the role {role!r}; known are {', '.join(_ROLES)}", code="role"
+        )
+    if not isinstance(content, str):
+        raise row.wrong(f"{where} must hold a string, found {_kind(content)}", code="type")
+    if not content.strip():
+        if _ROLES[role] == "system":
+            return None
+        raise row.wrong(f"{where} ({role}) is empty", code="empty")
+    message = Message(_ROLES[role], content)
+    return message, _is_learned(row, where, message, turn.get("weight"))
 
 
 def _lost(row: _Row, what: str, name: str) -> DataError:

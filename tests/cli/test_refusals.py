@@ -24,9 +24,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("refusals")
     train_support.write_rows(folder / "rows.jsonl", train_support.make_rows(3))
     train_support.write_rows(folder / "one.jsonl", [{"prompt": "a b", "completion": "b a"}])
-    train_support.write_rows(
-        folder / "long.jsonl", [{"prompt": "a", "completion": "b c d e"}, long]
-    )
+    train_support.write_rows(folder / "long.jsonl", LONG)
     return folder
 
 
