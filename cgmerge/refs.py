@@ -11,7 +11,7 @@ import os
 import re
 from pathlib import Path
 
-from cgmerge import fs
+from cgmerge import fs, plain
 from cgmerge.errors import EnvironmentProblem, NotFound, UsageError
 from cgmerge.nearest import nearest
 from cgmerge.quoting import quoted
@@ -54,7 +54,11 @@ def local_place(ref: str, *, what: str, suffix: str | None = None) -> Path:
     path = fs.absolute(expanded(ref))
     if os.path.isdir(path):  # noqa: PTH112  (Path.is_dir raises where a parent is not readable)
         if not os.access(path, os.R_OK | os.X_OK):
-            raise EnvironmentProblem(f"{path} cannot be read: permission denied", code="permission")
+            raise EnvironmentProblem(
+                f"{path} cannot be read: permission denied",
+                code="permission",
+                hint=f"chmod u+rx {quoted(path)}",
+            )
         return path
     if os.path.lexists(path):
         if suffix is not None and path.name.endswith(suffix):
@@ -69,12 +73,21 @@ def local_place(ref: str, *, what: str, suffix: str | None = None) -> Path:
             hint=_instead_of(path, suffix),
             path=path,
         )
+    raise _absent(ref, what, path, builtins=suffix is None)
+
+
+def _absent(ref: str, what: str, path: Path, *, builtins: bool) -> NotFound:
+    """Describe what is not there, with what is near it."""
     near = _near(path)
+    if builtins:
+        from cgmerge.modules.builtin import NAMES
+
+        near = [*nearest(ref, NAMES), *near]
     hint = f"similar: {', '.join(near)}" if near else None
-    plain = ref.count("/") == 1 and not ref.startswith((".", "~", "/"))
-    if hint is None and plain and not os.path.lexists(path.parent):
+    plain_word = ref.count("/") == 1 and not ref.startswith((".", "~", "/"))
+    if hint is None and plain_word and not os.path.lexists(path.parent):
         hint = f"for a repository on the hub write {_REMOTE}{ref}"
-    raise NotFound(f"no such {what}: {ref}", code="folder", hint=hint, path=path)
+    return NotFound(f"no such {what}: {ref}", code="folder", hint=hint, path=path)
 
 
 def _instead_of(path: Path, suffix: str | None) -> str | None:
@@ -148,7 +161,7 @@ def parse_weighted(text: str) -> tuple[str, float | None]:
     if not equals:
         return text, None
     try:
-        weight = float(number)
+        weight = plain.number(number)
     except ValueError:
         if _exists(text):
             return text, None

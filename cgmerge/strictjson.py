@@ -47,7 +47,9 @@ def loads(data: bytes, *, source: str, max_bytes: int = MAX_BYTES) -> Any:
         # all the rest.
         text_ok = "\\u" not in text or _encodable(value)
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise Damaged(f"{source} is not valid JSON: {error}", code="json") from error
+        raise Damaged(
+            f"{source} is not valid JSON: {error}", code="json", hint=_next_step(data, error)
+        ) from error
     except RecursionError as error:
         raise LimitExceeded(f"{source} is nested too deeply", code="json_depth") from error
     if not text_ok:
@@ -88,6 +90,20 @@ def depth(value: Any) -> int:
         elif isinstance(item, list):
             waiting += [(inner, level + 1) for inner in item] or [(None, level + 1)]
     return deepest
+
+
+def _next_step(data: bytes, error: ValueError) -> str | None:
+    """Say how text of another encoding, or with other line ends, becomes readable."""
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in data[:64]:
+        return "it looks like UTF-16; save it as UTF-8: iconv -f UTF-16 -t UTF-8 OLD > NEW"
+    if isinstance(error, UnicodeDecodeError):
+        return (
+            "save it as UTF-8; if it is Latin-1 or Windows-1252:"
+            " iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW"
+        )
+    if b"\r" in data and b"\n" not in data:
+        return "its lines end with CR alone; write LF: tr '\\r' '\\n' < OLD > NEW"
+    return None
 
 
 def _unique(pairs: list[tuple[str, Any]], source: str) -> dict[str, Any]:

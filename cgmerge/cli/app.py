@@ -34,12 +34,15 @@ from cgmerge.cli import (
     talking,
     train,
 )
+from cgmerge.cli.command import Command
 from cgmerge.cli.output import print_error
 from cgmerge.cli.spread import spread
+from cgmerge.cli.streams import drop_stdout, prepare_streams
 from cgmerge.cli.usage import as_usage_error
 from cgmerge.errors import CgmergeError, LimitExceeded, StorageError, UsageError
 from cgmerge.oserrors import reason_of
 
+_INTERRUPTED = 130
 _NEXT_STEPS = {
     errno.EACCES: "give yourself permission to use it",
     errno.EPERM: "give yourself permission to use it",
@@ -79,28 +82,28 @@ def _root(
     pass
 
 
-app.command("train", rich_help_panel="Experts")(train.train)
-app.command("inspect", rich_help_panel="Experts")(inspect.inspect)
-app.command("compress", rich_help_panel="Experts")(compress.compress)
-app.command("decompress", rich_help_panel="Experts")(decompress.decompress)
-app.command("stats", rich_help_panel="Experts")(stats.stats)
-app.command("ls", rich_help_panel="Library")(library.ls)
-app.command("add", rich_help_panel="Library")(library.add)
-app.command("rm", rich_help_panel="Library")(library.rm)
-app.command("verify", rich_help_panel="Library")(library.verify)
-app.command("pull", rich_help_panel="Library")(sharing.pull)
-app.command("push", rich_help_panel="Library")(sharing.push)
-app.command("lock", rich_help_panel="Library")(sharing.lock)
-app.command("compose", rich_help_panel="Compose")(compose.compose)
-app.command("extract", rich_help_panel="Compose")(extract.extract)
-app.command("methods", rich_help_panel="Compose")(methods.methods)
-app.command("generate", rich_help_panel="Use")(talking.generate)
-app.command("chat", rich_help_panel="Use")(talking.chat)
-app.command("route", rich_help_panel="Use")(route.route)
-app.command("export", rich_help_panel="Use")(export.export)
-app.command("eval", rich_help_panel="Measure")(evaluate.evaluate)
-app.command("demo", rich_help_panel="Help")(demo.demo)
-app.command("doctor", rich_help_panel="Help")(doctor.doctor)
+app.command("train", cls=Command, rich_help_panel="Experts")(train.train)
+app.command("inspect", cls=Command, rich_help_panel="Experts")(inspect.inspect)
+app.command("compress", cls=Command, rich_help_panel="Experts")(compress.compress)
+app.command("decompress", cls=Command, rich_help_panel="Experts")(decompress.decompress)
+app.command("stats", cls=Command, rich_help_panel="Experts")(stats.stats)
+app.command("ls", cls=Command, rich_help_panel="Library")(library.ls)
+app.command("add", cls=Command, rich_help_panel="Library")(library.add)
+app.command("rm", cls=Command, rich_help_panel="Library")(library.rm)
+app.command("verify", cls=Command, rich_help_panel="Library")(library.verify)
+app.command("pull", cls=Command, rich_help_panel="Library")(sharing.pull)
+app.command("push", cls=Command, rich_help_panel="Library")(sharing.push)
+app.command("lock", cls=Command, rich_help_panel="Library")(sharing.lock)
+app.command("compose", cls=Command, rich_help_panel="Compose")(compose.compose)
+app.command("extract", cls=Command, rich_help_panel="Compose")(extract.extract)
+app.command("methods", cls=Command, rich_help_panel="Compose")(methods.methods)
+app.command("generate", cls=Command, rich_help_panel="Use")(talking.generate)
+app.command("chat", cls=Command, rich_help_panel="Use")(talking.chat)
+app.command("route", cls=Command, rich_help_panel="Use")(route.route)
+app.command("export", cls=Command, rich_help_panel="Use")(export.export)
+app.command("eval", cls=Command, rich_help_panel="Measure")(evaluate.evaluate)
+app.command("demo", cls=Command, rich_help_panel="Help")(demo.demo)
+app.command("doctor", cls=Command, rich_help_panel="Help")(doctor.doctor)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -110,12 +113,21 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: Without the program name; default `sys.argv[1:]`.
     """
     words = sys.argv[1:] if arguments is None else arguments
+    problem = prepare_streams()
+    if problem is not None:
+        sys.exit(_exit_code(problem, words))
     signal.signal(signal.SIGTERM, _terminate)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Before torch is loaded. Threads that spin while they wait make a busy machine many times
     # slower; on an idle one sleeping costs next to nothing.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    sys.exit(run(words))
+    code = run(words)
+    try:
+        sys.stdout.flush()
+    except OSError as error:  # the disk under a redirected output is full, or the reader went away
+        code = _exit_code(error, words)
+        drop_stdout()
+    sys.exit(code)
 
 
 def run(words: list[str]) -> int:
@@ -125,6 +137,8 @@ def run(words: list[str]) -> int:
     try:
         code = app(args=words, prog_name="cgmerge", standalone_mode=False)
     except SystemExit as stop:
+        if stop.code == _Terminated.exit_code and "--json" in words:
+            print_error(_Terminated("terminated; nothing half-written is left"), as_json=True)
         if isinstance(stop.__context__, BrokenPipeError):  # click makes a 1 of it
             return _exit_code(stop.__context__, words)
         return stop.code if isinstance(stop.code, int) else 1
@@ -134,6 +148,8 @@ def run(words: list[str]) -> int:
         return _exit_code(as_usage_error(error, words), words)
     except BaseException as error:  # noqa: BLE001  (the last line of defence)
         return _exit_code(error, words)
+    if code == _INTERRUPTED:  # the parser makes this of a KeyboardInterrupt
+        _exit_code(KeyboardInterrupt(), words)
     return code if isinstance(code, int) else 0
 
 
@@ -145,11 +161,14 @@ def _exit_code(error: BaseException, words: list[str]) -> int:
         print_error(error, as_json="--json" in words)
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
-        sys.stderr.write("interrupted; nothing half-written is left\n")
-        return 130
+        text = "interrupted; nothing half-written is left"
+        if "--json" in words:
+            print_error(_Interrupted(text), as_json=True)
+        else:
+            sys.stderr.write(text + "\n")
+        return _INTERRUPTED
     if isinstance(error, BrokenPipeError):
-        # The reader (`| head`) went away; keep the interpreter from complaining at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_stdout()  # the reader (`| head`) went away
         return 0
     if isinstance(error, MemoryError):
         print_error(
@@ -160,7 +179,7 @@ def _exit_code(error: BaseException, words: list[str]) -> int:
     if isinstance(error, OSError):
         print_error(_refusal(error), as_json="--json" in words)
         return StorageError.exit_code
-    return _report_bug(error)
+    return _report_bug(error, as_json="--json" in words)
 
 
 def _refusal(error: OSError) -> StorageError:
@@ -181,17 +200,39 @@ def _is_path(name: object) -> bool:
     return isinstance(name, str | bytes)
 
 
-def _report_bug(error: BaseException) -> int:
+class _Bug(CgmergeError):
+    """Something that this program should have seen coming."""
+
+    family = "bug"
+
+
+class _Interrupted(CgmergeError):
+    """Ctrl-C."""
+
+    family = "interrupted"
+    exit_code = _INTERRUPTED
+
+
+class _Terminated(CgmergeError):
+    """SIGTERM."""
+
+    family = "terminated"
+    exit_code = 143
+
+
+def _report_bug(error: BaseException, *, as_json: bool) -> int:
     with tempfile.NamedTemporaryFile(
         "w", prefix="cgmerge-bug-", suffix=".txt", delete=False, encoding="utf-8"
     ) as file:
         traceback.print_exception(error, file=file)
-    sys.stderr.write(
-        f"error: a bug in cgmerge: {type(error).__name__}: {error}\n\n"
-        f"hint: the traceback is in {file.name}; please report it with the command\n"
+    bug = _Bug(
+        f"a bug in cgmerge: {type(error).__name__}: {error}",
+        hint=f"the traceback is in {file.name}; please report it with the command",
+        traceback=file.name,
     )
-    return 70
+    print_error(bug, as_json=as_json)
+    return bug.exit_code
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:
-    raise SystemExit(143)
+    raise SystemExit(_Terminated.exit_code)

@@ -211,8 +211,9 @@ def _files_of(tune: list[str] | None) -> list[Path]:
     if not tune:
         return []
     from cgmerge.evals.suite import split_name
+    from cgmerge.refs import expanded
 
-    return [Path(split_name(spec)[1]) for spec in tune]
+    return [expanded(split_name(spec)[1]) for spec in tune]
 
 
 def _tuned(plan: "Plan", skills: "list[SkillSet]", budget: int, output: Output) -> "Recipe":

@@ -289,7 +289,7 @@ def _validation(base: "Base | None", calibrate: list[str] | None) -> "list[Skill
 
 def _parse_size(text: str) -> int:
     """Read `2MB`, `300 kB`, `1.5MiB` or a number of bytes."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS or len(text) > 40:
         raise UsageError(
             f"--target-size {text!r} is no size", code="size", hint="write 2MB, 300kB or 65536"

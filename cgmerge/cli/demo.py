@@ -37,7 +37,9 @@ def demo(
     """Train four experts on the embedded base, merge them, and show what merging does."""
     output = Output(as_json=as_json, quiet=quiet)
     if out.exists() and not out.is_dir():
-        raise UsageError(f"{out} is a file", code="out_is_file")
+        raise UsageError(
+            f"{out} is a file", code="out_is_file", hint="choose another --out, or remove the file"
+        )
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise UsageError(
             f"{out} exists already", code="out_exists", hint="choose another --out, or --overwrite"

@@ -55,9 +55,6 @@ def _version(name: str) -> str | None:
 def _devices() -> list[str]:
     import torch
 
-    found = [f"cpu ({torch.get_num_threads()} threads)"]
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None:
-        count = torch.accelerator.device_count()
-        found += [f"{accelerator.type}:{index}" for index in range(count)]
-    return found
+    from cgmerge.modules.loading import devices
+
+    return [f"cpu ({torch.get_num_threads()} threads)", *devices()[1:]]

@@ -1,5 +1,6 @@
 """`cgmerge eval`: score base, experts, merged adapters and models side by side."""
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -9,6 +10,7 @@ import typer
 from cgmerge.cli import options
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
+from cgmerge.plain import exact
 
 if TYPE_CHECKING:
     from cgmerge.evals.record import Evaluation, Record, Result
@@ -91,9 +93,9 @@ def evaluate(
     from cgmerge.evals.suite import read_skills, split_name
     from cgmerge.evals.targets import LoadOptions, check_tasks, open_targets
     from cgmerge.modules.base import open_base
+    from cgmerge.refs import expanded
 
-    if least is not None and not 0.0 <= least <= 1.0:
-        raise UsageError(f"--min must be from 0 to 1, found {least:g}", code="min", found=least)
+    _check_least(least, metric)
     output = Output(as_json=as_json, quiet=quiet, verbose=verbose)
     settings = Settings(
         metric="exact_match" if metric == "exact" else "loglik",
@@ -109,7 +111,7 @@ def evaluate(
     if no_base and not targets:
         raise UsageError("nothing is left to evaluate", code="targets", hint="name a target")
     if out is not None:
-        inputs = [Path(split_name(spec)[1]).expanduser() for spec in data]
+        inputs = [expanded(split_name(spec)[1]) for spec in data]
         check_out(out, overwrite=overwrite, inputs=inputs)
     opened = open_base(base)
     skills = read_skills(data, limit=limit)
@@ -130,6 +132,21 @@ def evaluate(
     output.result(SCHEMA, _fields(record, out, least, failed), short=_short(record, out))
     if failed:
         raise typer.Exit(1)
+
+
+def _check_least(least: float | None, metric: str) -> None:
+    """Refuse a bar that no score can pass, or that every score does."""
+    low, high = (-math.inf, 0.0) if metric == "loglik" else (0.0, 1.0)
+    if least is None or (low <= least <= high and math.isfinite(least)):
+        return
+    if metric == "loglik":
+        raise UsageError(
+            f"--min {exact(least)} cannot be reached: log-likelihoods are at most 0",
+            code="min",
+            hint="for example --min=-0.5 (nats per token)",
+            found=least,
+        )
+    raise UsageError(f"--min must be from 0 to 1, found {exact(least)}", code="min", found=least)
 
 
 def _measure(

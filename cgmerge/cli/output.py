@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from cgmerge.errors import CgmergeError
 
@@ -91,7 +91,7 @@ class Output:
         if self.as_json:
             content = {"schema": schema, "ok": True, **fields}
             content.setdefault("warnings", self.warnings)
-            sys.stdout.write(json.dumps(_finite(content), ensure_ascii=False) + "\n")
+            sys.stdout.write(_one_line(content, sys.stdout) + "\n")
         elif self.quiet and short is not None:
             sys.stdout.write(short + "\n")
 
@@ -118,7 +118,7 @@ def print_error(error: CgmergeError, *, as_json: bool) -> None:
     if as_json:
         content = {"schema": "cgmerge.error/1", "ok": False, **error.as_dict()}
         content["exit"] = error.exit_code
-        _to_stderr(json.dumps(_finite(content), ensure_ascii=False))
+        _to_stderr(_one_line(content, sys.stderr))
         return
     _to_stderr(f"error: {error.message}")
     if error.hint:
@@ -185,6 +185,16 @@ def _bar(label: str, total: int, start: int) -> Iterator[Progress]:
 def _to_stderr(text: str) -> None:
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def _one_line(content: dict[str, Any], stream: TextIO) -> str:
+    """Write an object as JSON; with JSON's own escapes where the stream has not all letters."""
+    text = json.dumps(_finite(content), ensure_ascii=False)
+    try:
+        text.encode(stream.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(_finite(content))
+    return text
 
 
 def _finite(value: Any) -> Any:

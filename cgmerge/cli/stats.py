@@ -80,14 +80,15 @@ def stats(
     from cgmerge.modules.base import open_base
     from cgmerge.modules.data import read_data
     from cgmerge.modules.loading import load_base
+    from cgmerge.refs import expanded
 
     output = Output(as_json=as_json, quiet=quiet, verbose=verbose)
     opened = open_base(base)
     found, weights = _open(experts, kind, opened, force_base=force_base)
     if out is not None:
-        _refuse_inputs(out, found, [*map(Path, data), opened.folder])
+        _refuse_inputs(out, found, [*map(expanded, data), opened.folder])
     targets = [_target(expert, kind, out, overwrite=overwrite) for expert in found]
-    files = [read_data(Path(name)) for name in data]
+    files = [read_data(expanded(name)) for name in data]
     _check_counts(found, files, kind, out)
     loaded = load_base(opened, device=device, dtype=dtype)
     job = _Job(loaded, found, files, limit, output, force_base=force_base)

@@ -69,16 +69,21 @@ def say_plan(plan: "Plan", output: Output) -> None:
         f"LoRA rank {settings.rank}, alpha {chosen.alpha} on {len(plan.targets)} layers "
         f"({', '.join(kinds)}), {plan.trainable:,} trainable of {plan.total + plan.trainable:,}",
     )
-    epochs = chosen.steps * min(chosen.batch_size, len(plan.rows)) / len(plan.rows)
+    epochs = chosen.steps * plan.step_rows / len(plan.rows)
     output.line(
         "plan",
-        f"{chosen.steps} steps of {min(chosen.batch_size, len(plan.rows))} rows "
+        f"{chosen.steps} steps of {plan.step_rows} rows "
         f"({epochs:.1f} epochs), learning rate {chosen.lr:g}, {plan.device}, "
         f"{'4-bit base' if settings.load_in_4bit else plan.dtype}, about "
         f"{_size(plan.base_bytes + 16 * plan.trainable)} without activations",
     )
     for name, reason in chosen.reasons.items():
         output.detail("default", f"{name} {getattr(chosen, name):g}: {reason}")
+    asked = settings.batch_size
+    if asked is not None and asked > plan.step_rows:
+        output.warn(
+            f"--batch-size {asked} is more than there are rows: steps of {plan.step_rows} rows"
+        )
     for warning in plan.warnings:
         output.warn(warning)
 
@@ -220,7 +225,8 @@ def _common(plan: "Plan") -> dict[str, Any]:
         "rank": plan.settings.rank,
         "alpha": plan.chosen.alpha,
         "lr": plan.chosen.lr,
-        "batch_size": plan.chosen.batch_size,
+        "batch_size": plan.step_rows,
+        "batch_size_asked": plan.chosen.batch_size,
         "trainable": plan.trainable,
         "longest": plan.longest,
         "seed": plan.settings.seed,

@@ -9,12 +9,14 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cgmerge.errors import DataError, UsageError
 from cgmerge.evals.record import SkillInfo
 from cgmerge.modules.data import Encoded, Example, encode_all, read_data
+from cgmerge.refs import expanded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,7 +84,7 @@ def read_skills(specs: Sequence[str], *, limit: int | None = None) -> list[Skill
     skills: list[SkillSet] = []
     for spec in specs:
         name, ref = split_name(spec)
-        path = Path(ref).expanduser()
+        path = expanded(ref)
         content = read_data(path)
         parts = {name: content.examples} if name else _split(content.examples, path)
         skills += [
@@ -97,14 +99,30 @@ def split_name(spec: str) -> tuple[str | None, str]:
     """Split `NAME=REF`; a path that exists as written has no name.
 
     Raises:
-        UsageError: Nothing before or after the `=`.
+        UsageError: Nothing before or after the `=`, or a name that is none.
     """
     name, equals, ref = spec.partition("=")
-    if not equals or Path(spec).expanduser().exists():
+    if not equals or expanded(spec).exists():
         return None, spec
     if not name.strip() or not ref.strip():
         raise UsageError(f"{spec!r} lacks a part of NAME=PATH", code="name")
+    check_name(name.strip(), f"if {spec!r} is meant as a path: there is none")
     return name.strip(), ref.strip()
+
+
+def check_name(name: str, hint: str) -> None:
+    """Refuse a name that breaks tables or looks like a path.
+
+    Raises:
+        UsageError: Line ends, control characters, slashes.
+    """
+    if not name.isprintable() or "/" in name or "\\" in name:
+        raise UsageError(
+            f"{name!r} cannot be a name: names are printable and without slashes",
+            code="name",
+            hint=hint,
+            found=name,
+        )
 
 
 def check_names(names: Iterable[str], *, what: str, form: str) -> None:
@@ -160,14 +178,12 @@ def encode_questions(
     Raises:
         DataError: Targets that do not fit the model, or that are empty.
     """
-    try:
-        encoded = encode_all([one.example for one in asked], tokenizer, max_length=limit)
-    except DataError as error:
-        if error.code != "data.too_long":
-            raise
-        raise DataError(
-            error.message, code="too_long", hint="shorten or remove these rows", **error.details
-        ) from error
+    encoded: list[Encoded] = []
+    for name, part in groupby(asked, key=lambda one: one.skill):
+        examples = [one.example for one in part]
+        encoded += encode_all(
+            examples, tokenizer, max_length=limit, source=f"skill {name!r}", positions=limit
+        )
     asked_for = [_with_prompt(row, one) for row, one in zip(encoded, asked, strict=True)]
     texts = tokenizer.batch_decode([row.target_ids for row in asked_for], skip_special_tokens=False)
     bare = sum(not row.prompt_ids for row in encoded)

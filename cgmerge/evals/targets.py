@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cgmerge.errors import NotFound, UsageError
 from cgmerge.evals.record import Kind
-from cgmerge.evals.suite import check_names, split_name
+from cgmerge.evals.suite import check_name, check_names, split_name
 from cgmerge.modules.attach import Factors, attached
 from cgmerge.modules.base import Base, open_base
 from cgmerge.modules.builtin import builtin_base
@@ -146,6 +146,7 @@ def _open(spec: str, base: Base, *, force_base: bool) -> Target:
     built_in = builtin_base(ref)
     folder = built_in or local_place(ref, what="target", suffix=COMPRESSED)
     name = name or (ref if built_in else label(ref, folder))
+    check_name(name, "give it a name of its own: NAME=PATH")
     if is_adapter(folder):
         return _open_adapter(name, ref, base, force_base=force_base)
     if is_routed(folder):

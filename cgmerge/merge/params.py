@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
+from cgmerge import plain
 from cgmerge.errors import UsageError
 from cgmerge.nearest import nearest
 
@@ -114,6 +115,8 @@ def _as_type(kind: Any, value: Any) -> Any:
         raise _Wrong
     if kind is int and isinstance(value, float) and not value.is_integer():
         raise _Wrong
+    if isinstance(value, str) and kind in (int, float):
+        return plain.whole(value) if kind is int else plain.number(value)
     return kind(value)
 
 

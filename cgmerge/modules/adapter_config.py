@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cgmerge.errors import Damaged, Incompatible, LimitExceeded, Unsafe
+from cgmerge.plain import exact
 
 MAX_RANK = 1024
 MAX_ALPHA = 1e6
@@ -213,7 +214,7 @@ def _alpha(value: Any, name: str, source: str) -> float:
     fits = isinstance(value, int | float) and not isinstance(value, bool)
     if not fits or not 0 < value <= MAX_ALPHA:
         raise Damaged(
-            f"{source}: {name} must be a number in (0, {MAX_ALPHA:g}], found {_shown(value)}",
+            f"{source}: {name} must be a number in (0, {exact(MAX_ALPHA)}], found {_shown(value)}",
             code="config_value",
             field=name,
         )

@@ -221,13 +221,53 @@ def _read_parquet(content: bytes, source: str) -> Iterator[tuple[int, _Row]]:
 
     try:
         file = pq.ParquetFile(io.BytesIO(content))
+        columns = list(file.schema_arrow.names)
+        if len(set(columns)) != len(columns):
+            raise DataError(f"{source} has two columns of one name: {columns}", code="columns")
         number = 0
         for batch in file.iter_batches(batch_size=1024):
-            for row in batch.to_pylist():
+            for row in _python_rows(batch, source, number):
                 number += 1
                 yield number, row
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise Damaged(f"{source} is not readable parquet: {error}", code="parquet") from error
+
+
+def _python_rows(batch: Any, source: str, before: int) -> list[_Row]:
+    """Turn a record batch into rows; pyarrow reads values that Python cannot hold.
+
+    Args:
+        batch: The rows.
+        source: What to call the file in messages.
+        before: How many rows of the file lie before it.
+
+    Raises:
+        DataError: Names the first such value: text that is not UTF-8, a date beyond year 9999.
+    """
+    import pyarrow as pa
+
+    # KeyError: a time zone that nobody knows.
+    unfit = (ValueError, OverflowError, TypeError, KeyError, pa.ArrowException)
+    try:
+        rows: list[_Row] = batch.to_pylist()
+    except unfit as whole:
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            for number, value in enumerate(column, start=before + 1):
+                try:
+                    value.as_py()
+                except unfit as error:
+                    raise DataError(
+                        f"{source}, row {number}: column {name!r} ({value.type}) holds a value "
+                        f"that cannot be used: {error}",
+                        code="value",
+                        hint="correct the value, or leave the column out",
+                        row=number,
+                        column=name,
+                    ) from error
+        raise DataError(
+            f"{source} holds rows that cannot be used: {whole}", code="value"
+        ) from whole
+    return rows
 
 
 _READERS = {

@@ -50,6 +50,8 @@ def encode_all(
     tokenizer: "PreTrainedTokenizerBase",
     *,
     max_length: int | None = None,
+    source: str = "",
+    positions: int | None = None,
 ) -> list[Encoded]:
     """Turn examples into tokens.
 
@@ -58,6 +60,8 @@ def encode_all(
         tokenizer: The base's own.
         max_length: Longest prompt and target together; longer prompts lose tokens on the left
             (never the begin token), targets are never cut.
+        source: What to call the rows' file in messages.
+        positions: Most tokens that the base takes, whatever `max_length` is.
 
     Returns:
         One `Encoded` per example, in order.
@@ -78,7 +82,7 @@ def encode_all(
         chat = isinstance(example.prompt, tuple) and style == "chat template"
         full = target if target and target[-1] in ends else [*target, ends[0]]
         result.append(_fit([] if chat else begin, prompt, full, max_length))
-    _refuse_long(examples, result, max_length)
+    _refuse_long(examples, result, max_length, (source, positions))
     return result
 
 
@@ -209,7 +213,10 @@ def _fit(begin: list[int], prompt: list[int], target: list[int], limit: int | No
 
 
 def _refuse_long(
-    examples: Sequence[Example], encoded: Sequence[Encoded], limit: int | None
+    examples: Sequence[Example],
+    encoded: Sequence[Encoded],
+    limit: int | None,
+    about: tuple[str, int | None],
 ) -> None:
     if limit is None:
         return
@@ -220,11 +227,21 @@ def _refuse_long(
     ]
     if long:
         longest, row = max(long)
+        source, positions = about
+        beyond = sum(length > (positions or longest) for length, _ in long)
+        hint = f"--max-length {longest}, or shorten the rows"
+        if beyond:
+            hint = (
+                f"the base takes at most {positions} tokens: shorten or drop the {beyond} rows "
+                "whose targets are longer"
+            )
         raise DataError(
-            f"{len(long)} of {len(encoded)} rows have a target that does not fit into "
+            f"{source}: "
+            * bool(source)
+            + f"{len(long)} of {len(encoded)} rows have a target that does not fit into "
             f"{limit} tokens; the longest (row {row}) needs {longest}",
             code="too_long",
-            hint=f"--max-length {longest}, or shorten the rows",
+            hint=hint,
             row=row,
             expected=limit,
             found=longest,

@@ -9,8 +9,10 @@
 | alpaca            | instruction, output, input?, system?    | as messages                       |
 | text              | text                                    | one example, all of it is learned |
 
-All other columns are kept in `Example.extra`. Nothing is repaired, skipped or guessed: a row that
-does not fit is a `DataError` that names the row, what was found and what was expected.
+All other columns are kept in `Example.extra`. An assistant message with `"weight": 0` is context
+and not learned. Nothing is repaired, skipped or guessed: a row that does not fit, or that holds
+what would be lost (tool calls, reasoning), is a `DataError` that names the row, what was found and
+what was expected.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +44,9 @@ _ROLES = {
     "assistant": "assistant",
     "gpt": "assistant",
 }
+# What a chat template would write and these formats cannot hold.
+_LOST_KEYS = ("tool_calls", "function_call", "tool_call_id", "reasoning_content", "thinking")
+_LOST_COLUMNS = ("tools", "functions", "tool_calls", "function_call")
 _NO_EXTRA: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -167,6 +172,8 @@ def examples_of(
 
 
 _Pair = tuple[str | tuple[Message, ...] | None, str]
+_Turn = tuple[Message, bool]
+"""A message and whether it is learned (where it is an answer)."""
 
 
 def _prompt_completion(row: _Row) -> list[_Pair]:
@@ -174,7 +181,7 @@ def _prompt_completion(row: _Row) -> list[_Pair]:
     if isinstance(prompt, list) and isinstance(completion, list):
         before = _messages(row, "prompt", prompt, ("role", "content"))
         answer = _messages(row, "completion", completion, ("role", "content"))
-        return _assistant_turns(row, before, answer)
+        return _assistant_turns(row, [message for message, _ in before], answer)
     if isinstance(prompt, list) or isinstance(completion, list):
         raise row.wrong(
             "'prompt' and 'completion' must both be strings or both be lists of messages, "
@@ -201,12 +208,24 @@ def _alpaca(row: _Row) -> list[_Pair]:
     context = row.text("input", required=False)
     system = row.text("system", required=False)
     before = [Message("system", system)] if system.strip() else []
-    for turn in row.values.get("history") or []:
-        if not isinstance(turn, list) or [_kind(part) for part in turn] != ["string", "string"]:
-            raise row.wrong("'history' must be a list of [question, answer]", code="type")
-        before += [Message("user", turn[0]), Message("assistant", turn[1])]
+    before += _history(row)
     question = f"{instruction}\n\n{context}" if context.strip() else instruction
     return [((*before, Message("user", question)), row.text("output"))]
+
+
+def _history(row: _Row) -> list[Message]:
+    """Return earlier turns; nothing, and the empty cell of a table, mean none."""
+    value = row.values.get("history")
+    if value is None or value == "":
+        return []
+    turns = value if isinstance(value, list) else [value]
+    result = []
+    for turn in turns:
+        if not isinstance(turn, list) or [_kind(part) for part in turn] != ["string", "string"]:
+            found = "" if turns is value else f", found {_kind(value)}"
+            raise row.wrong(f"'history' must be a list of [question, answer]{found}", code="type")
+        result += [Message("user", turn[0]), Message("assistant", turn[1])]
+    return result
 
 
 def _text(row: _Row) -> list[_Pair]:
@@ -222,49 +241,88 @@ _READERS: dict[FormatName, Callable[[_Row], list[_Pair]]] = {
 }
 
 
-def _messages(row: _Row, column: str, value: Any, keys: tuple[str, str]) -> list[Message]:
+def _messages(row: _Row, column: str, value: Any, keys: tuple[str, str]) -> list[_Turn]:
     role_key, text_key = keys
+    for name in _LOST_COLUMNS:
+        if row.values.get(name) not in (None, "", "[]", [], {}):
+            raise _lost(row, "there is the column", name)
     if not isinstance(value, list) or not value:
         raise row.wrong(
             f"{column!r} must be a list of {{{role_key}, {text_key}}}, found {_kind(value)}",
             code="type",
         )
-    result = []
-    for place, turn in enumerate(value, start=1):
-        where = f"{column!r}, message {place}"
-        if not isinstance(turn, dict) or role_key not in turn or text_key not in turn:
-            found = f"keys {', '.join(turn)}" if isinstance(turn, dict) else _kind(turn)
-            raise row.wrong(
-                f"{where} must hold {role_key!r} and {text_key!r}, found {found}", code="type"
-            )
-        role, content = turn[role_key], turn[text_key]
-        if not isinstance(role, str) or role not in _ROLES:
-            raise row.wrong(
-                f"{where} has the role {role!r}; known are {', '.join(_ROLES)}", code="role"
-            )
-        if not isinstance(content, str):
-            raise row.wrong(f"{where} must hold a string, found {_kind(content)}", code="type")
-        if not content.strip():
-            if _ROLES[role] == "system":
-                continue  # an empty system message says: none
-            raise row.wrong(f"{where} ({role}) is empty", code="empty")
-        result.append(Message(_ROLES[role], content))
-    return result
+    turns = (
+        _message(row, f"{column!r}, message {place}", turn, keys)
+        for place, turn in enumerate(value, start=1)
+    )
+    return [turn for turn in turns if turn is not None]
 
 
-def _assistant_turns(row: _Row, before: list[Message], turns: list[Message]) -> list[_Pair]:
+def _message(row: _Row, where: str, turn: Any, keys: tuple[str, str]) -> _Turn | None:
+    """Read one message; None for an empty system message, which says that there is none."""
+    role_key, text_key = keys
+    if not isinstance(turn, dict) or role_key not in turn or text_key not in turn:
+        found = f"keys {', '.join(turn)}" if isinstance(turn, dict) else _kind(turn)
+        raise row.wrong(
+            f"{where} must hold {role_key!r} and {text_key!r}, found {found}", code="type"
+        )
+    for name in _LOST_KEYS:
+        if turn.get(name) not in (None, "", [], {}):
+            raise _lost(row, f"{where} has", name)
+    role, content = turn[role_key], turn[text_key]
+    if not isinstance(role, str) or role not in _ROLES:
+        raise row.wrong(
+            f"{where} has the role {role!r}; known are {', '.join(_ROLES)}", code="role"
+        )
+    if not isinstance(content, str):
+        raise row.wrong(f"{where} must hold a string, found {_kind(content)}", code="type")
+    if not content.strip():
+        if _ROLES[role] == "system":
+            return None
+        raise row.wrong(f"{where} ({role}) is empty", code="empty")
+    message = Message(_ROLES[role], content)
+    return message, _is_learned(row, where, message, turn.get("weight"))
+
+
+def _lost(row: _Row, what: str, name: str) -> DataError:
+    return row.wrong(
+        f"{what} {name!r}, which cannot be learned: it would be lost",
+        code="unsupported",
+        hint=f"remove {name!r}, or write it into the text of the messages",
+    )
+
+
+def _is_learned(row: _Row, where: str, message: Message, weight: Any) -> bool:
+    """Read the `weight` of a message: 0 makes an answer context; only answers can be learned."""
+    if weight is None:
+        return True
+    allowed = (0, 1) if message.role == "assistant" else (0,)
+    if isinstance(weight, bool) or weight not in allowed:
+        words = " or ".join(map(str, allowed))
+        raise row.wrong(
+            f"{where} ({message.role}): 'weight' must be {words}, found {weight!r}",
+            code="weight",
+            hint="answers of weight 1 are learned, all else is context; repeat rows to weigh more",
+        )
+    return bool(weight)
+
+
+def _assistant_turns(row: _Row, before: list[Message], turns: list[_Turn]) -> list[_Pair]:
     pairs: list[_Pair] = []
-    for place, turn in enumerate(turns):
-        if turn.role != "assistant":
+    context = list(before)
+    for message, learned in turns:
+        if message.role != "assistant":
+            context.append(message)
             continue
-        context = (*before, *turns[:place])
-        if not any(message.role == "user" for message in context):
+        if not any(earlier.role == "user" for earlier in context):
             raise row.wrong(
                 "the first assistant message has no user message before it",
                 code="role",
                 hint="a conversation starts with the user (a system message may stand before)",
             )
-        pairs.append((context, turn.content))
+        if learned:
+            pairs.append((tuple(context), message.content))
+        context.append(message)
     if not pairs:
         raise row.wrong("there is no assistant message to learn from", code="role")
     return pairs

@@ -28,9 +28,12 @@ def pick_device(wanted: str = "auto") -> "torch.device":
     """Choose where to compute: the first accelerator there is, else the CPU.
 
     Raises:
+        UsageError: No such kind of device.
         EnvironmentProblem: The device that was asked for is not there.
     """
     import torch
+
+    _check_device(wanted)
 
     if wanted == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -44,6 +47,36 @@ def pick_device(wanted: str = "auto") -> "torch.device":
             f"device {wanted!r} cannot be used: {reason}", code="device", hint="use --device cpu"
         ) from error
     return device
+
+
+def devices() -> list[str]:
+    """List what can be computed on: `cpu`, and every accelerator by number."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return ["cpu"]
+    count = torch.accelerator.device_count()
+    return ["cpu", *(f"{accelerator.type}:{index}" for index in range(count))]
+
+
+def _check_device(wanted: str) -> None:
+    """Refuse what names no device, and `meta`, which computes nothing."""
+    import torch
+
+    if wanted == "auto":
+        return
+    try:
+        known = torch.device(wanted).type != "meta"
+    except RuntimeError:
+        known = False
+    if not known:
+        raise UsageError(
+            f"unknown device {wanted!r}",
+            code="device",
+            hint=f"there are: auto, {', '.join(devices())}",
+            found=wanted,
+        )
 
 
 def pick_dtype(wanted: str, device: "torch.device") -> "torch.dtype":

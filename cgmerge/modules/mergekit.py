@@ -23,6 +23,7 @@ from cgmerge.modules.mergekit_table import (
     Entry,
 )
 from cgmerge.nearest import nearest
+from cgmerge.plain import exact
 
 KEY = "merge_method"
 """What tells a mergekit file from a recipe of ours."""
@@ -367,9 +368,9 @@ def _params(file: _File) -> dict[str, Any]:
         name: _common(file, name) for name in ("density", "gamma") if name in file.entry.params
     }
     if "density" in shares and not 0 < shares["density"] <= 1:
-        file.refuse("`density`", f"must be in (0, 1], found {shares['density']:g}")
+        file.refuse("`density`", f"must be in (0, 1], found {exact(shares['density'])}")
     if "gamma" in shares and not 0 <= shares["gamma"] < 1:
-        file.refuse("`gamma`", f"must be in [0, 1), found {shares['gamma']:g}")
+        file.refuse("`gamma`", f"must be in [0, 1), found {exact(shares['gamma'])}")
     if file.entry.name in ("dare", "dare-ties"):
         # Decimals as written: 1 - 0.3 is 0.7.
         params["drop"] = float(1 - Decimal(repr(shares["density"])))

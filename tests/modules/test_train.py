@@ -468,13 +468,26 @@ class TestCheckpointFiles:
 
     @pytest.mark.parametrize(
         "content",
-        ['{"schema": "x"}', '{"schema": "cgmerge.run/1", "step": 3, "files": {"a.bin": 3}}'],
+        [
+            '{"schema": "x"}',
+            '{"schema": "cgmerge.run/1", "step": 3, "files": {"a.bin": 3}}',
+            '{"schema": "cgmerge.run/1", "step": 3, "files": {}}',
+        ],
     )
     def test_manifest_that_is_none(self, work, content):
         (work.newest()[0].folder / "manifest.json").write_text(content)
         newest, skipped = work.newest()
         assert newest.step == 2
         assert "is not a manifest" in skipped[0]
+
+    def test_a_file_in_the_place_of_a_checkpoint(self, work):
+        (work.path / "step-00000004").write_text("x")
+        newest, skipped = work.newest()
+        assert newest.step == 3
+        assert skipped == ["step-00000004 is a file, not a checkpoint"]
+        with work.new_checkpoint(4) as folder:
+            (folder / "a.bin").write_bytes(b"4")
+        assert work.newest()[0].step == 4
 
     def test_none_is_sound(self, work):
         for path in work.path.glob("step-*/a.bin"):

@@ -28,6 +28,7 @@ from cgmerge.modules.compress.svdq import quantised_terms
 from cgmerge.modules.compress.termfit import CLOSE, Decompose, Decomposer, coded_terms, fit_terms
 from cgmerge.modules.compress.ternary import ternary_terms
 from cgmerge.modules.compress.topk import top_k_signs
+from cgmerge.plain import exact
 
 Mode = Literal["ternary", "svdq", "compeft"]
 Gauge = Literal["svd", "raw"]
@@ -309,9 +310,9 @@ def _check(mode: str, options: Options) -> None:
         raise UsageError(f"unknown mode {mode!r}; one of {', '.join(MODES)}", code="mode")
     for name, value, most in _ranges(options):
         if value is not None and not 0.0 < value <= most:
-            upper = f" and at most {most:g}" if math.isfinite(most) else ""
+            upper = f" and at most {exact(most)}" if math.isfinite(most) else ""
             raise UsageError(
-                f"{name} must be above 0{upper}, found {value:g}", code=name, found=value
+                f"{name} must be above 0{upper}, found {exact(value)}", code=name, found=value
             )
     if options.density is not None and options.target is not None:
         raise UsageError("a density and a size are both asked for", code="target")

@@ -26,6 +26,7 @@ from cgmerge.modules.compress.modes import (
 from cgmerge.modules.compress.opened import CgeTensors
 from cgmerge.modules.compress.sidecar import Restored, read_sidecar
 from cgmerge.modules.expert import Expert, ExpertDeltas, open_expert
+from cgmerge.plain import exact
 
 if TYPE_CHECKING:
     from cgmerge.merge.deltas import LowRank
@@ -99,7 +100,9 @@ class Request:
         for name in ("size", "ratio"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
-                raise UsageError(f"the target {name} must be above 0, found {value:g}", code=name)
+                raise UsageError(
+                    f"the target {name} must be above 0, found {exact(value)}", code=name
+                )
 
 
 @dataclass(frozen=True)

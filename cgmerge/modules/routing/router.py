@@ -20,6 +20,7 @@ from cgmerge.errors import Damaged, Incompatible, UsageError
 from cgmerge.modules.routing.choice import LEAST, MOST, Choice
 from cgmerge.modules.routing.rule import TokenRule
 from cgmerge.modules.routing.scores import SCORERS
+from cgmerge.plain import exact
 
 Granularity = Literal["token", "sequence"]
 Scope = Literal["module", "layer", "model"]
@@ -380,6 +381,6 @@ def _positive(settings: Mapping[str, Any], name: str) -> float:
     if isinstance(value, float) and LEAST <= value <= MOST:
         return value
     raise Damaged(
-        f"router: {name} must be a number from {LEAST:g} to {MOST:g}, found {value!r}",
+        f"router: {name} must be a number from {exact(LEAST)} to {exact(MOST)}, found {value!r}",
         code="router",
     )

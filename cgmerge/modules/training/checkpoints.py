@@ -99,6 +99,8 @@ class WorkFolder:
             A private folder to be filled.
         """
         place = self.path / f"step-{step:08d}"
+        if not place.is_dir():
+            fs.remove(place)  # a file of that name, which was skipped as damaged
         with fs.new_folder(place, overwrite=True) as stage:
             yield stage
             seal_checkpoint(stage, step)
@@ -120,11 +122,11 @@ class WorkFolder:
         return None, skipped
 
     def _folders(self) -> list[Path]:
-        """List checkpoint folders, newest first."""
+        """List what is named like a checkpoint folder, newest first."""
         found = [
             (int(match.group(1)), entry)
             for entry in self.path.glob("step-*")
-            if (match := _STEP.fullmatch(entry.name)) and entry.is_dir()
+            if (match := _STEP.fullmatch(entry.name))
         ]
         return [entry for _, entry in sorted(found, reverse=True)]
 
@@ -170,6 +172,8 @@ def verify_checkpoint(folder: Path) -> int:
         InputError: Says which file is missing, short or altered.
     """
     path = folder / _MANIFEST
+    if not folder.is_dir():
+        raise Damaged(f"{folder.name} is a file, not a checkpoint", code="checkpoint")
     if not path.exists():
         raise Damaged(f"{folder.name} has no {_MANIFEST}", code="checkpoint")
     content = strictjson.loads_object(read_small(path), source=f"{folder.name}/{_MANIFEST}")
@@ -178,6 +182,7 @@ def verify_checkpoint(folder: Path) -> int:
         content.get("schema") != _SCHEMA
         or type(step) is not int
         or not isinstance(files, dict)
+        or not files
         or not all(isinstance(entry, dict) for entry in files.values())
     ):
         raise Damaged(f"{folder.name}/{_MANIFEST} is not a manifest", code="checkpoint")

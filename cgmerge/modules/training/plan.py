@@ -81,6 +81,11 @@ class Plan:
         return self.settings.rank * sum(out + width for out, width in self.targets.values())
 
     @property
+    def step_rows(self) -> int:
+        """Return the rows of a step: a batch never holds a row twice."""
+        return min(self.chosen.batch_size, len(self.rows))
+
+    @property
     def longest(self) -> int:
         """Return the number of tokens of the longest training row."""
         return max(map(len, self.rows))
@@ -137,8 +142,8 @@ def make_plan(settings: TrainSettings) -> Plan:
     dtype = str(pick_dtype(settings.dtype, device)).removeprefix("torch.")
     tokenizer = load_tokenizer(base)
     limit = _length_limit(settings, base)
-    rows = _encode(files, tokenizer, limit)
-    eval_rows = _encode(eval_files, tokenizer, limit)
+    rows = _encode(files, tokenizer, limit, _positions(base))
+    eval_rows = _encode(eval_files, tokenizer, limit, _positions(base))
     _check_vocabulary(base, (*rows, *eval_rows))
     targets, transposed = find_targets(build_empty(base), settings.target_modules)
     first = files[0].examples[0]
@@ -175,11 +180,20 @@ def _device(settings: TrainSettings) -> "torch.device":
 
 
 def _encode(
-    files: Sequence[DataFile], tokenizer: "PreTrainedTokenizerBase", limit: int | None
+    files: Sequence[DataFile],
+    tokenizer: "PreTrainedTokenizerBase",
+    limit: int | None,
+    positions: int | None,
 ) -> tuple[Encoded, ...]:
     result: list[Encoded] = []
     for file in files:
-        encoded = encode_all(file.examples, tokenizer, max_length=limit)
+        encoded = encode_all(
+            file.examples,
+            tokenizer,
+            max_length=limit,
+            source=str(file.path),
+            positions=positions,
+        )
         for example, row in zip(file.examples, encoded, strict=True):
             _check_learnable(file, example, row)
         result += encoded
@@ -212,9 +226,14 @@ def _check_vocabulary(base: Base, rows: Sequence[Encoded]) -> None:
         )
 
 
-def _length_limit(settings: TrainSettings, base: Base) -> int | None:
+def _positions(base: Base) -> int | None:
+    """Return the most tokens that the base takes, where its config says."""
     values = (base.config.get(name) for name in _POSITIONS)
-    own = next((value for value in values if isinstance(value, int) and value > 0), None)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+def _length_limit(settings: TrainSettings, base: Base) -> int | None:
+    own = _positions(base)
     if settings.max_length is None:
         return own
     if own is not None and settings.max_length > own:

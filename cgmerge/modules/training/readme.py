@@ -62,7 +62,7 @@ def readme(card: ExpertCard, plan: Plan) -> str:
         version=card.versions["cgmerge"],
         data=", ".join(f"{source.name} ({source.rows} rows)" for source in card.data),
         steps=chosen.steps,
-        batch=chosen.batch_size,
+        batch=plan.step_rows,
         lr=chosen.lr,
         seed=settings.seed,
         loss=card.metrics["loss"],

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from cgmerge.errors import UsageError
+from cgmerge.plain import exact
 
 MAX_RANK = 1024
 SCHEDULES = ("linear", "cosine", "constant")
@@ -88,7 +89,7 @@ class TrainSettings:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and low <= value <= high):
                 raise UsageError(
-                    f"{name} must lie in [{low:g}, {high:g}], found {value:g}",
+                    f"{name} must lie in [{exact(low)}, {exact(high)}], found {exact(value)}",
                     code=name,
                     expected=[low, high],
                     found=value,

@@ -122,7 +122,7 @@ def memory_errors(plan: Plan, *, four_bit: bool = True) -> Iterator[None]:
         short = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
         if not short:
             raise
-        rows = plan.chosen.batch_size // plan.settings.accumulate
+        rows = -(-plan.step_rows // plan.settings.accumulate)
         raise LimitExceeded(
             f"the memory of {plan.device} is used up by {rows} rows of up to {plan.longest} tokens "
             f"at once: {first_line(error)}",
