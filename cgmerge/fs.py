@@ -229,7 +229,7 @@ def _replacing(
 ) -> Iterator[Path]:
     """Yield a temporary beside `path` that takes its place when it was filled."""
     path = absolute(path)
-    _check_file(path, overwrite=overwrite)
+    check_free(path, overwrite=overwrite)
     with storage_errors(path, size):
         path.parent.mkdir(parents=True, exist_ok=True)
     _collect_leftovers(path.parent)
@@ -317,11 +317,12 @@ def check_file(path: Path, *, overwrite: bool) -> None:
         StorageError: Nothing can be made where it shall be.
     """
     path = absolute(path)
-    _check_file(path, overwrite=overwrite)
+    check_free(path, overwrite=overwrite)
     _check_writable(path)
 
 
-def _check_file(path: Path, *, overwrite: bool) -> None:
+def check_free(path: Path, *, overwrite: bool) -> None:
+    """Refuse a file that is there and may not be replaced, or that is none."""
     with storage_errors(path, 0):
         refuse_special(path)
         if path.exists() and not overwrite:

@@ -154,8 +154,8 @@ def compose(
     if dry_run or out is None:
         _finish_dry_run(plan, output)
         return
-    check_outputs(plan, out, overwrite=overwrite)
     refuse_inputs(out, [*_own_recipe(experts), *_files_of(tune), *_files_of(examples)])
+    check_outputs(plan, out, overwrite=overwrite)
     if skills:
         plan = make_plan(_tuned(plan, skills, budget, output))
     if learning:

@@ -290,8 +290,15 @@ def check_out(path: Path, *, overwrite: bool, inputs: Sequence[Path] = ()) -> No
     """
     for target in (path, items_path(path), _next_path(path)):
         refuse_inputs(target, inputs)
-        # A killed writer's waiting items are its own business: `write_record` settles them.
-        fs.check_file(target, overwrite=overwrite or target == _next_path(path))
+    _check_free(path, overwrite=overwrite)
+    fs.check_file(path, overwrite=overwrite)
+
+
+def _check_free(path: Path, *, overwrite: bool) -> None:
+    for target in (path, items_path(path)):
+        fs.check_free(target, overwrite=overwrite)
+    # A killed writer's waiting items are its own business: `write_record` settles them.
+    fs.check_free(_next_path(path), overwrite=True)
 
 
 def write_record(path: Path, evaluation: Evaluation, *, overwrite: bool = False) -> Record:
@@ -311,7 +318,7 @@ def write_record(path: Path, evaluation: Evaluation, *, overwrite: bool = False)
         UsageError: As `check_out`.
         StorageError: The operating system refused.
     """
-    check_out(path, overwrite=overwrite)
+    _check_free(path, overwrite=overwrite)
     lines = b"".join(_line(item) for item in evaluation.items)
     beside = items_path(path)
     info = ItemsFile(beside.name, hashlib.sha256(lines).hexdigest(), len(evaluation.items))
