@@ -96,7 +96,8 @@ def read_recipe(path: Path, overrides: Mapping[str, Any]) -> list[TrainSettings]
 
 def _refuse_shared_places(many: Sequence[TrainSettings], recipe: Path) -> None:
     """Refuse skills of which one would replace, or hide in, what is another's."""
-    inputs = [recipe, *(file for one in many for file in (*one.data, *one.eval_data))]
+    files = [recipe, *(file for one in many for file in (*one.data, *one.eval_data))]
+    inputs = [file for file in files if not file.is_dir()]  # whoever reads refuses those
     for place, one in enumerate(many):
         own = real_path(one.out)
         for other in many[:place]:
