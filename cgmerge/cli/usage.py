@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import typer
@@ -24,7 +25,7 @@ def refuse_unusable(words: Sequence[str]) -> None:
     Raises:
         UsageError: Naming the option or the word.
     """
-    for word, after in zip(words, (*words[1:], None), strict=True):
+    for word, after in zip_longest(words, words[1:]):
         if word == "--":
             return
         option, joined, value = word.partition("=")
