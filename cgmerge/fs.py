@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from cgmerge import strictjson
 from cgmerge.errors import StorageError, UsageError
 from cgmerge.oserrors import as_storage_error, plain_os_errors, storage_errors
+from cgmerge.outputs import refuse_foreign, refuse_here, refuse_special
 
 if TYPE_CHECKING:
     import torch
@@ -140,19 +141,24 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
+def new_folder(out: Path, *, overwrite: bool = False, own: bool = False) -> Iterator[Path]:
     """Stage a result folder and commit it on success.
+
+    Args:
+        out: The folder.
+        overwrite: Replace a result that is there.
+        own: The place is this package's alone, as in a cache: whatever is there is replaced.
 
     Yields:
         A private folder beside `out` (same file system), to be filled with the functions here
         or by any library that saves to a path.
 
     Raises:
-        UsageError: `out` exists and `overwrite` is false, or it is a file.
+        UsageError: `out` exists and `overwrite` is false, it is a file, or not a result.
         StorageError: The folder cannot be written.
     """
     out = absolute(out)
-    check_target(out, overwrite=overwrite)
+    _check_folder(out, overwrite=overwrite, own=own)
     with storage_errors(out.parent, 0):
         out.parent.mkdir(parents=True, exist_ok=True)
     _collect_leftovers(out.parent)
@@ -223,10 +229,7 @@ def _replacing(
 ) -> Iterator[Path]:
     """Yield a temporary beside `path` that takes its place when it was filled."""
     path = absolute(path)
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder, a file is wanted", code="out_is_folder")
-    if path.exists() and not overwrite:
-        raise _exists(path)
+    check_free(path, overwrite=overwrite)
     with storage_errors(path, size):
         path.parent.mkdir(parents=True, exist_ok=True)
     _collect_leftovers(path.parent)
@@ -295,23 +298,68 @@ def move_file(source: Path, target: Path) -> None:
 
 
 def check_target(out: Path, *, overwrite: bool) -> None:
-    """Refuse an unusable output path before any work is done.
+    """Refuse an unusable output folder before any work is done.
 
     Raises:
         UsageError: It exists and may not be replaced, or is not a folder.
-        StorageError: Its parent cannot be written.
+        StorageError: Nothing can be made where it shall be.
     """
     out = absolute(out)
+    _check_folder(out, overwrite=overwrite, own=False)
+    _check_writable(out)
+
+
+def check_file(path: Path, *, overwrite: bool) -> None:
+    """Refuse an unusable output file before any work is done.
+
+    Raises:
+        UsageError: It exists and may not be replaced, or is no regular file.
+        StorageError: Nothing can be made where it shall be.
+    """
+    path = absolute(path)
+    check_free(path, overwrite=overwrite)
+    _check_writable(path)
+
+
+def check_free(path: Path, *, overwrite: bool) -> None:
+    """Refuse a file that is there and may not be replaced, or that is none."""
+    with storage_errors(path, 0):
+        refuse_special(path)
+        if path.exists() and not overwrite:
+            raise _exists(path)
+
+
+def _check_folder(out: Path, *, overwrite: bool, own: bool) -> None:
     with storage_errors(out, 0):
         if out.is_symlink() or (out.exists() and not out.is_dir()):
             raise UsageError(f"{out} exists and is not a folder", code="out_is_file")
-        if out.is_dir() and any(out.iterdir()) and not overwrite:
+        if not out.is_dir():
+            return
+        held = any(out.iterdir())
+        if held and not overwrite:
             raise _exists(out)
-        parent = next(folder for folder in out.parents if folder.exists())
-    if not parent.is_dir():
-        raise UsageError(f"{parent} is a file, not a folder", code="out_parent")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise StorageError(f"{parent} cannot be written", code="permission", path=parent)
+        if not own:
+            refuse_here(out)
+            refuse_foreign(out)
+
+
+def _check_writable(path: Path) -> None:
+    """Make something where a result shall be, and remove it: permissions do not tell of /proc."""
+    with storage_errors(path, 0):
+        parent = next(folder for folder in path.parents if folder.exists())
+        if not parent.is_dir():
+            raise UsageError(f"{parent} is a file, not a folder", code="out_parent")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise StorageError(
+                f"{parent} cannot be written",
+                code="permission",
+                hint="choose another --out",
+                path=parent,
+            )
+        probe = _temporary_beside(parent / path.name)
+        _step("probe", probe)
+        probe.mkdir()
+        probe.rmdir()
 
 
 def cut_name(name: str, limit: int) -> str:

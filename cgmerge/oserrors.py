@@ -56,6 +56,7 @@ def storage_errors(path: Path, needed: int) -> Iterator[None]:
 def as_storage_error(error: OSError, path: Path, needed: int) -> StorageError:
     """Describe an error of the operating system, with the bytes needed and free."""
     reason = reason_of(error)
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     free: int | None = None
     with contextlib.suppress(OSError):
         folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
@@ -64,7 +65,7 @@ def as_storage_error(error: OSError, path: Path, needed: int) -> StorageError:
     return StorageError(
         f"cannot write {path}: {reason}{room}",
         code="write",
-        hint="free some space or choose another --out; nothing was changed",
+        hint=f"{'free some space or ' if full else ''}choose another --out; nothing was changed",
         path=path,
         needed=needed,
         free=free,

@@ -46,7 +46,7 @@ def test_overwrite_replaces_the_whole_folder(tmp_path):
         fs.write_bytes(stage / "old", b"1")
     with pytest.raises(UsageError), fs.new_folder(tmp_path / "out"):
         pass
-    with fs.new_folder(tmp_path / "out", overwrite=True) as stage:
+    with fs.new_folder(tmp_path / "out", overwrite=True, own=True) as stage:
         fs.write_bytes(stage / "new", b"2")
     assert listing(tmp_path / "out") == ["new"]
     assert listing(tmp_path) == ["out"]
@@ -104,7 +104,7 @@ def test_failure_at_every_operation_keeps_the_old_content(tmp_path, monkeypatch,
         fault = Fault(at, number)
         monkeypatch.setattr(fs, "_step", fault)
         try:
-            with fs.new_folder(out, overwrite=overwrite) as stage:
+            with fs.new_folder(out, overwrite=overwrite, own=True) as stage:
                 fill(stage)
         except StorageError as error:
             failures += 1
@@ -129,7 +129,7 @@ def test_kill_at_every_operation_leaves_old_or_new(tmp_path, overwrite):
         pid = os.fork()
         if pid == 0:
             fs._step = Fault(at, kill=True)
-            with fs.new_folder(out, overwrite=overwrite) as stage:
+            with fs.new_folder(out, overwrite=overwrite, own=True) as stage:
                 fs.write_json(stage / "a.json", {"x": 1})
                 fs.write_bytes(stage / "b.txt", b"b")
             os._exit(7)
@@ -195,7 +195,7 @@ def test_unusable_targets_are_found_before_work(tmp_path):
 def test_odd_names_work(tmp_path, name):
     """A name takes up to 255 bytes: 63 emoji of 4 bytes are 252."""
     for overwrite in (False, True):
-        with fs.new_folder(tmp_path / name, overwrite=overwrite) as stage:
+        with fs.new_folder(tmp_path / name, overwrite=overwrite, own=True) as stage:
             fill(stage)
     assert listing(tmp_path) == [name]
     shutil.rmtree(tmp_path / name)

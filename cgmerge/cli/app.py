@@ -38,7 +38,7 @@ from cgmerge.cli.command import Command
 from cgmerge.cli.output import print_error
 from cgmerge.cli.spread import spread
 from cgmerge.cli.streams import drop_stdout, prepare_streams
-from cgmerge.cli.usage import as_usage_error
+from cgmerge.cli.usage import as_usage_error, refuse_unusable
 from cgmerge.errors import CgmergeError, LimitExceeded, StorageError, UsageError
 from cgmerge.oserrors import reason_of
 
@@ -135,6 +135,7 @@ def run(words: list[str]) -> int:
     if words[:1] in (["eval"], ["train"], ["compose"], ["compress"], ["stats"]):
         words = spread(words, {"--data", "--eval-data", "--tune", "--calibrate", "--examples"})
     try:
+        refuse_unusable(words)
         code = app(args=words, prog_name="cgmerge", standalone_mode=False)
     except SystemExit as stop:
         if stop.code == _Terminated.exit_code and "--json" in words:

@@ -152,8 +152,8 @@ def compose(
     skills = _validation(plan, tune)
     _show_plan(plan, output, learning.method if learning else None)
     if out is not None:
-        check_outputs(plan, out, overwrite=overwrite)
         refuse_inputs(out, [*_own_recipe(experts), *_files_of(tune), *_files_of(examples)])
+        check_outputs(plan, out, overwrite=overwrite)
     if dry_run or out is None:
         _finish_dry_run(plan, output)
         return

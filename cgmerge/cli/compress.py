@@ -121,7 +121,7 @@ def compress(
 
         full = plan_full(expert, request, opened)
         skills = _validation(opened, calibrate)
-        _check_out([full.expert.folder], opened, out, overwrite=overwrite)
+        _check_out([full.expert.folder, *_files(calibrate)], opened, out, overwrite=overwrite)
         compress_full(full, None if dry_run else out, skills, overwrite=overwrite, output=output)
         return
     if lossless:
@@ -135,7 +135,7 @@ def compress(
         return
     plan = make_plan(expert, request, opened, force_base=force_base)
     skills = _validation(opened, calibrate)
-    _check_out([plan.expert.folder], opened, out, overwrite=overwrite)
+    _check_out([plan.expert.folder, *_files(calibrate)], opened, out, overwrite=overwrite)
     _show(plan, output)
     if dry_run or out is None:
         output.line("ok", "nothing written (dry run)")
@@ -264,16 +264,15 @@ def _check_out(
     if out.suffix != ".cge":
         better = quoted(f"{out.name or 'expert'}.cge")
         raise UsageError(f"--out {out} does not end in .cge", code="out", hint=f"-o {better}")
-    target = fs.absolute(out)
     refuse_inputs(out, [*inputs, *([base.folder] if base else [])])
-    if out.is_dir():
-        raise UsageError(f"{out} is a folder", code="out_is_folder", hint="name a file")
-    if not out.exists():
-        fs.check_target(target, overwrite=overwrite)
-    elif not overwrite:
-        raise UsageError(
-            f"{out} exists already", code="out_exists", hint="choose another --out, or --overwrite"
-        )
+    fs.check_file(out, overwrite=overwrite)
+
+
+def _files(calibrate: list[str] | None) -> list[Path]:
+    from cgmerge.evals.suite import split_name
+    from cgmerge.refs import expanded
+
+    return [expanded(split_name(spec)[1]) for spec in calibrate or ()]
 
 
 def _validation(base: "Base | None", calibrate: list[str] | None) -> "list[SkillSet]":

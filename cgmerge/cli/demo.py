@@ -10,7 +10,6 @@ import typer
 
 from cgmerge.cli import options
 from cgmerge.cli.output import Output, Progress
-from cgmerge.errors import UsageError
 from cgmerge.quoting import quoted
 
 if TYPE_CHECKING:
@@ -36,16 +35,9 @@ def demo(
 ) -> None:
     """Train four experts on the embedded base, merge them, and show what merging does."""
     output = Output(as_json=as_json, quiet=quiet)
-    if out.exists() and not out.is_dir():
-        raise UsageError(
-            f"{out} is a file", code="out_is_file", hint="choose another --out, or remove the file"
-        )
-    if out.is_dir() and any(out.iterdir()) and not overwrite:
-        raise UsageError(
-            f"{out} exists already", code="out_exists", hint="choose another --out, or --overwrite"
-        )
-    from cgmerge.evals.demo import run_demo
+    from cgmerge.evals.demo import check_out, run_demo
 
+    check_out(out, overwrite=overwrite)
     result = run_demo(out, seed=seed, steps=steps, voice=_Voice(output))
     _show(result, output)
     output.result("cgmerge.demo/1", {"checks": result.checks, "out": str(out)}, short=str(out))

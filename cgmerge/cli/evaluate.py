@@ -1,6 +1,7 @@
 """`cgmerge eval`: score base, experts, merged adapters and models side by side."""
 
 import math
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -92,6 +93,7 @@ def evaluate(
     from cgmerge.evals.runner import Settings
     from cgmerge.evals.suite import read_skills, split_name
     from cgmerge.evals.targets import LoadOptions, check_tasks, open_targets
+    from cgmerge.inputs import refuse_inputs
     from cgmerge.modules.base import open_base
     from cgmerge.refs import expanded
 
@@ -111,9 +113,12 @@ def evaluate(
     if no_base and not targets:
         raise UsageError("nothing is left to evaluate", code="targets", hint="name a target")
     if out is not None:
-        inputs = [expanded(split_name(spec)[1]) for spec in data]
-        check_out(out, overwrite=overwrite, inputs=inputs)
+        places = [expanded(split_name(spec)[1]) for spec in (*data, *(targets or []))]
+        there = [place for place in places if os.path.exists(place)]  # noqa: PTH110 (odd names)
+        check_out(out, overwrite=overwrite, inputs=there)
     opened = open_base(base)
+    if out is not None:
+        refuse_inputs(out, [opened.folder])
     skills = read_skills(data, limit=limit)
     found = open_targets(targets or [], opened, force_base=force_base)
     _say_what(opened, found, skills, output)

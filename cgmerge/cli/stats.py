@@ -221,9 +221,11 @@ def _refuse_inputs(out: Path, experts: "Sequence[Expert]", inputs: list[Path]) -
 
 
 def _target(expert: "Expert", kind: str, out: Path | None, *, overwrite: bool) -> Path:
+    from cgmerge import fs
     from cgmerge.modules.stats import path_of
 
     target = out or path_of(expert, kind)
+    fs.check_file(target, overwrite=True)
     if target.exists() and not overwrite:
         raise UsageError(
             f"{_shown(target, expert)} exists already",

@@ -235,6 +235,9 @@ def _run_all(
     for number, plan in enumerate(plans):
         if dry_run:
             say_plan(plan, output)
+            lost = starts[number].unclaimed if starts else None
+            if lost is not None:
+                output.warn(lost)
             runs.append(dry_fields(plan, starts[number] if starts else None))
         else:
             runs.append(run_one(plan, handling, output))

@@ -1,6 +1,8 @@
 """What is wrong with a command line, in our words: the option, what it takes and what was found."""
 
+import re
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import typer
@@ -9,6 +11,36 @@ from typer.exceptions import TyperException
 from cgmerge.errors import UsageError
 
 _MAX_SHOWN = 60
+
+
+_PATHS = {"--out", "--data", "--eval-data", "--tune", "--calibrate", "--examples"}
+
+
+def refuse_unusable(words: Sequence[str]) -> None:
+    """Refuse what no path can be: an empty one (the parser would make `.` of it), a NUL.
+
+    Args:
+        words: The command line.
+
+    Raises:
+        UsageError: Naming the option or the word.
+    """
+    for word, after in zip_longest(words, words[1:]):
+        if word == "--":
+            return
+        option, joined, value = word.partition("=")
+        given = value if joined else after
+        if given == "" and (option in _PATHS or re.fullmatch(r"-[a-z]*o", option)):
+            raise UsageError(
+                f"{option} is empty", code="option", hint="name a file or a folder", option=option
+            )
+        if "\0" in word:
+            raise UsageError(
+                f"the command line holds a NUL character: {_shown(word)}",
+                code="nul",
+                hint="no path may hold one",
+                found=word,
+            )
 
 
 def as_usage_error(error: TyperException, words: Sequence[str]) -> UsageError:

@@ -6,6 +6,7 @@ leaves behind is what a user would have made by hand.
 
 import json
 import random
+import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from cgmerge.evals.tasks import chains
 from cgmerge.modules.data import read_data
 from cgmerge.modules.training.listener import Silent
 from cgmerge.modules.training.settings import TrainSettings
+from cgmerge.outputs import foreign, is_ours, lost_files, refuse_here
 
 if TYPE_CHECKING:
     from cgmerge.modules.loading import LoadedBase
@@ -46,6 +48,7 @@ _SETS: dict[str, tuple[chains.Group, int]] = {
     "base pairs": ("base2", 200),
 }
 _PER_SKILL = 60
+_FILES = ("train", "validation", "test")
 
 
 class Advance(Protocol):
@@ -100,6 +103,42 @@ class DemoResult:
         """Return group scores of every target on the test items."""
         names = [target.name for target in self.evaluation.record.targets]
         return {name: group_scores(self.evaluation, name, GROUPS) for name in names}
+
+
+def check_out(out: Path, *, overwrite: bool) -> None:
+    """Refuse a folder that the demo may not write into, before any work is done.
+
+    Raises:
+        UsageError: A file, or a folder with something in it that no demo wrote.
+        StorageError: Nothing can be made there.
+    """
+    out = fs.absolute(out)
+    if out.is_dir() and any(out.iterdir()) and overwrite:
+        refuse_here(out)
+        lost = lost_files(out, _is_of_demo)
+        if lost:
+            raise foreign(out, "holds files that no demo wrote", lost)
+        fs.check_target(out / "experts" / "x", overwrite=False)
+    elif out.is_dir() and not any(out.iterdir()):
+        fs.check_target(out / "data", overwrite=False)
+    else:
+        fs.check_target(out, overwrite=False)
+
+
+def _is_of_demo(name: str) -> bool:
+    """Whether the demo writes a file of this relative name."""
+    first, *more = Path(name).parts
+    if not more:
+        return re.fullmatch(r"(sweep|record)(\.json|\.items\.(jsonl|next))", first) is not None
+    rest = Path(*more)
+    if first == "data":
+        parts = rest.name.split(".")
+        known = {item.replace(" ", "-") for item in (*SKILLS, *_SETS)}
+        return parts[0] in known and parts[1:] in [[split, "jsonl"] for split in _FILES]
+    if first == "experts" and len(more) > 1:
+        work = re.fullmatch(r"\.(\w+)\.training", more[0])
+        return work[1] in SKILLS if work else more[0] in SKILLS and is_ours(str(Path(*more[1:])))
+    return first.startswith("merged-") and is_ours(str(rest))
 
 
 def run_demo(out: Path, *, seed: int, steps: int, voice: Voice) -> DemoResult:

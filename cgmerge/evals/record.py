@@ -22,7 +22,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from cgmerge import fs, strictjson
-from cgmerge.errors import CgmergeError, Damaged, NotFound, UsageError
+from cgmerge.errors import CgmergeError, Damaged, NotFound
+from cgmerge.inputs import refuse_inputs
 from cgmerge.tensorfile import file_sha256, read_small
 
 SCHEMA: Literal["cgmerge.record/1"] = "cgmerge.record/1"
@@ -281,30 +282,23 @@ def check_out(path: Path, *, overwrite: bool, inputs: Sequence[Path] = ()) -> No
     Args:
         path: Where the record shall go.
         overwrite: Whether existing files may be replaced.
-        inputs: Files that are read and must never be replaced.
+        inputs: Files and folders that are read; none is replaced or written into.
 
     Raises:
-        UsageError: A folder, an existing file without `overwrite`, or one of the inputs.
+        UsageError: No file, an existing one without `overwrite`, or part of an input.
         StorageError: The folder cannot be written.
     """
     for target in (path, items_path(path), _next_path(path)):
-        if target.is_dir():
-            raise UsageError(f"{target} is a folder, a file is wanted", code="out_is_folder")
-        if any(
-            target.exists() and source.exists() and target.samefile(source) for source in inputs
-        ):
-            raise UsageError(
-                f"{target} is read as data; it cannot be the output", code="out_is_input"
-            )
-        # A killed writer's waiting items are its own business: `write_record` settles them.
-        if target.exists() and not overwrite and target != _next_path(path):
-            raise UsageError(
-                f"{target} exists already",
-                code="out_exists",
-                hint="choose another --out, or --overwrite",
-            )
-    if not path.absolute().parent.exists():
-        fs.check_target(path.absolute().parent, overwrite=True)
+        refuse_inputs(target, inputs)
+    _check_free(path, overwrite=overwrite)
+    fs.check_file(path, overwrite=overwrite)
+
+
+def _check_free(path: Path, *, overwrite: bool) -> None:
+    for target in (path, items_path(path)):
+        fs.check_free(target, overwrite=overwrite)
+    # A killed writer's waiting items are its own business: `write_record` settles them.
+    fs.check_free(_next_path(path), overwrite=True)
 
 
 def write_record(path: Path, evaluation: Evaluation, *, overwrite: bool = False) -> Record:
@@ -324,7 +318,7 @@ def write_record(path: Path, evaluation: Evaluation, *, overwrite: bool = False)
         UsageError: As `check_out`.
         StorageError: The operating system refused.
     """
-    check_out(path, overwrite=overwrite)
+    _check_free(path, overwrite=overwrite)
     lines = b"".join(_line(item) for item in evaluation.items)
     beside = items_path(path)
     info = ItemsFile(beside.name, hashlib.sha256(lines).hexdigest(), len(evaluation.items))

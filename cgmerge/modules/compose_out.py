@@ -1,4 +1,4 @@
-"""Where a result may go: never over the base, a folder of inputs, or what is no result."""
+"""Where a result may go: never over the base or a folder of inputs."""
 
 import os
 from collections.abc import Sequence
@@ -7,17 +7,13 @@ from pathlib import Path
 from cgmerge.errors import UsageError
 from cgmerge.inputs import real_path, refuse_inputs
 from cgmerge.modules.base import Base
-from cgmerge.modules.pairs import CONFIG
-from cgmerge.modules.recipe import RECORD
 
 MAX_NAME = 255
 """Bytes that the usual file systems take for one name."""
 
-_RESULT_FILES = (RECORD, CONFIG, "config.json")
-
 
 def check_out(out: Path, experts: Sequence[Path], base: Base | None) -> None:
-    """Refuse an output folder that would harm inputs or what is not a result.
+    """Refuse an output folder that would harm inputs.
 
     No input is ever replaced, also with `--overwrite`.
 
@@ -27,20 +23,13 @@ def check_out(out: Path, experts: Sequence[Path], base: Base | None) -> None:
         base: The base, where there is one.
 
     Raises:
-        UsageError: It is an input, lies inside one or holds one, has a name that no file system
-            takes, or is somebody's folder.
+        UsageError: It is an input, lies inside one or holds one, or has a name that no file
+            system takes.
     """
     _check_name(out)
     if base is not None and real_path(base.folder) == real_path(out):
         raise UsageError(f"--out {out} is the base; bases are never changed", code="out_is_base")
     refuse_inputs(out, [*experts, *([base.folder] if base else [])])
-    ours = any((out / name).exists() for name in _RESULT_FILES)
-    if out.is_dir() and not ours and any(out.iterdir()):
-        raise UsageError(
-            f"{out} exists already and holds no adapter or model, so it is never replaced",
-            code="out_exists",
-            hint="choose another --out",
-        )
 
 
 def _check_name(out: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cgmerge import strictjson
+from cgmerge.errors import UsageError
 from cgmerge.modules.builtin import NAMES
 from cgmerge.refs import expanded
 from cgmerge.tensorfile import read_small
@@ -40,7 +41,18 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def located(name: str, recipe: Path) -> Path:
-    """Return what a path in a recipe means from the current folder."""
+    """Return what a path in a recipe means from the current folder.
+
+    Raises:
+        UsageError: It is empty or holds a NUL: no path does.
+    """
+    if not name.strip() or "\0" in name:
+        what = "a NUL character" if name.strip() else "nothing"
+        raise UsageError(
+            f"{recipe}: a path holds {what}: {name!r}",
+            code="recipe",
+            hint="name a file or a folder",
+        )
     return recipe.parent / expanded(name)
 
 

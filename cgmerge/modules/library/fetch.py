@@ -115,7 +115,7 @@ def _plain(store: Store, files: Mapping[str, str]) -> Path:
         try:
             check_folder(place, digest, parts)
         except (Damaged, NotFound):
-            with fs.new_folder(place, overwrite=True) as kept:
+            with fs.new_folder(place, overwrite=True, own=True) as kept:
                 for name in parts:
                     fs.copy_file(stage / name, kept / name)
     return place
@@ -163,7 +163,7 @@ def fetched(store: Store, entry: Entry) -> Path:
             pass
         else:
             return folder
-    with fs.new_folder(folder, overwrite=True) as stage:
+    with fs.new_folder(folder, overwrite=True, own=True) as stage:
         write_parts(store, entry, stage)
     return folder
 

@@ -64,7 +64,7 @@ class Folder:
 
     def write_folder(self, path: str, files: Mapping[str, Source]) -> None:
         """Put a folder in place in one step, copied and compared with its digests."""
-        with fs.new_folder(self.root / path, overwrite=True) as stage:
+        with fs.new_folder(self.root / path, overwrite=True, own=True) as stage:
             copy_into(stage, files)
 
     def remove(self, path: str) -> None:

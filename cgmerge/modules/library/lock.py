@@ -37,6 +37,7 @@ def lock(words: Sequence[str], out: Path, *, overwrite: bool = False) -> dict[st
         raise UsageError(f"a lock file ends in .json, found {out.name}", code="out")
     if is_recipe(list(words)):
         refuse_inputs(out, [Path(words[0])])
+    fs.check_file(out, overwrite=overwrite)
     raw, recipe = _read(list(words))
     pinned = replace(
         recipe,
@@ -44,7 +45,8 @@ def lock(words: Sequence[str], out: Path, *, overwrite: bool = False) -> dict[st
         base=recipe.base and (recipe.base if recipe.base in NAMES else pinned_ref(recipe.base)),
     )
     plan = make_plan(pinned)
-    refuse_inputs(out, [expert.folder for expert in plan.experts])
+    bases = [plan.base.folder] if plan.base else []
+    refuse_inputs(out, [*(expert.folder for expert in plan.experts), *bases])
     content = {**raw, "experts": _experts(pinned, plan, out)}
     if pinned.base is not None and plan.base is not None:
         ref = pinned.base if pinned.base in NAMES else _from(pinned.base, out)

@@ -66,8 +66,8 @@ def pull(ref: str, out: Path, *, overwrite: bool = False) -> Item:
     Raises:
         As `admit`; nothing is left behind then.
     """
-    fs.check_target(out, overwrite=overwrite)
     refuse_inputs(out, _places(ref))
+    fs.check_target(out, overwrite=overwrite)
     item = admit(ref, name="pulled")
     with fs.new_folder(out, overwrite=overwrite) as stage:
         copy_into(stage, item.sources)

@@ -133,7 +133,8 @@ def check_modular_out(plan: ModularPlan, *, overwrite: bool) -> None:
         StorageError: It cannot be written.
     """
     out = fs.absolute(plan.out)
-    check_out(out, [], plan.joint.base)
+    files = [file.path for file in (*plan.joint.data, *plan.joint.eval_data)]
+    check_out(out, files, plan.joint.base)
     if overwrite and out.is_dir() and any(out.iterdir()) and not is_routed(out):
         raise UsageError(
             f"{out} exists and holds no routed composition, so it is not replaced",

@@ -21,6 +21,7 @@ from typing import Any
 
 from cgmerge import fs, strictjson
 from cgmerge.errors import Damaged, InputError, UsageError
+from cgmerge.outputs import SHOWN
 from cgmerge.tensorfile import file_sha256, read_small
 
 KEEP = 2
@@ -53,8 +54,13 @@ class WorkFolder:
     def recorded(self) -> dict[str, Any] | None:
         """Return the identity of the run whose checkpoints stand here, or None.
 
-        A folder without a readable run.json is the rest of a run that was being discarded.
+        A folder without a readable run.json is the rest of a run that was being discarded, or
+        damaged: see `unclaimed`.
+
+        Raises:
+            UsageError: What stands here is not ours.
         """
+        self._refuse_foreign()
         path = self.path / _RUN
         if not path.exists():
             return None
@@ -65,6 +71,36 @@ class WorkFolder:
         identity = content.get("identity")
         same_schema = content.get("schema") == _SCHEMA
         return identity if same_schema and isinstance(identity, dict) else None
+
+    def unclaimed(self) -> str | None:
+        """Say which checkpoints cannot be used because nothing tells what run they are of."""
+        folders = self._folders()
+        if not folders or self.recorded() is not None:
+            return None
+        names = ", ".join(folder.name for folder in folders)
+        why = "is damaged" if (self.path / _RUN).exists() else "is missing"
+        return (
+            f"checkpoints are discarded ({names} in {self.path}): {_RUN} {why}, so that nothing"
+            " tells whether they are of this run"
+        )
+
+    def _refuse_foreign(self) -> None:
+        """Refuse a file of this name, and a folder with what no run writes there."""
+        if not os.path.lexists(self.path):
+            return
+        if self.path.is_symlink() or not self.path.is_dir():
+            names = [self.path.name]
+        else:
+            names = sorted(e.name for e in self.path.iterdir() if not _is_ours(e.name))
+        if names:
+            raise UsageError(
+                f"{self.path} is where checkpoints go while training, but it holds what no run"
+                f" wrote there: {', '.join(names[:SHOWN])}",
+                code="work_foreign",
+                hint="move it away, or choose another --out",
+                path=self.path,
+                found=names[:SHOWN],
+            )
 
     def open(self, identity: dict[str, Any]) -> None:
         """Create the folder for a run, or take it over, and lock it.
@@ -101,7 +137,7 @@ class WorkFolder:
         place = self.path / f"step-{step:08d}"
         if not place.is_dir():
             fs.remove(place)  # a file of that name, which was skipped as damaged
-        with fs.new_folder(place, overwrite=True) as stage:
+        with fs.new_folder(place, overwrite=True, own=True) as stage:
             yield stage
             seal_checkpoint(stage, step)
         for old in self._folders()[KEEP:]:
@@ -151,6 +187,10 @@ class WorkFolder:
         except OSError:
             # Some network file systems have no locks; the renames still keep every file whole.
             pass
+
+
+def _is_ours(name: str) -> bool:
+    return name == _RUN or _STEP.fullmatch(name) is not None or ".cgmerge-tmp-" in name
 
 
 def seal_checkpoint(folder: Path, step: int) -> None:

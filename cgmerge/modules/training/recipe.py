@@ -12,11 +12,12 @@ command line; the names of peft, transformers and axolotl are understood too. Un
 errors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cgmerge.errors import Damaged, UsageError
+from cgmerge.inputs import real_path, refuse_inputs
 from cgmerge.modules.recipefile import is_recipe_name, located, located_base, read_mapping
 from cgmerge.modules.training.settings import SETTING_NAMES, TrainSettings
 from cgmerge.nearest import nearest
@@ -89,7 +90,27 @@ def read_recipe(path: Path, overrides: Mapping[str, Any]) -> list[TrainSettings]
             raise UsageError(f"{path} names no base", code="recipe", hint="add `base: …`")
         _split_batch(chosen)
         result.append(TrainSettings(skill=name, **{"data": (), **chosen}))
+    _refuse_shared_places(result, path)
     return result
+
+
+def _refuse_shared_places(many: Sequence[TrainSettings], recipe: Path) -> None:
+    """Refuse skills of which one would replace, or hide in, what is another's."""
+    files = [recipe, *(file for one in many for file in (*one.data, *one.eval_data))]
+    inputs = [file for file in files if not file.is_dir()]  # whoever reads refuses those
+    for place, one in enumerate(many):
+        own = real_path(one.out)
+        for other in many[:place]:
+            theirs = real_path(other.out)
+            if own == theirs or own in theirs.parents or theirs in own.parents:
+                how = "the same folder" if own == theirs else "folders one inside the other"
+                raise UsageError(
+                    f"{recipe}: the skills {other.skill!r} and {one.skill!r} have {how} as"
+                    f" `out`: {other.out} and {one.out}",
+                    code="recipe",
+                    hint="give each skill a folder of its own",
+                )
+        refuse_inputs(one.out, inputs)
 
 
 def _shared_out(value: Any, path: Path) -> Path:

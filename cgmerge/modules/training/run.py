@@ -94,7 +94,7 @@ def train_expert(
     work = WorkFolder(plan.settings.out)
     join_processes(plan.device)
     try:
-        done = _prepare(plan, work, options) if is_main_process() else None
+        done = _prepare(plan, work, options, told) if is_main_process() else None
         done = share(done)
         if done is not None:
             return done
@@ -105,10 +105,14 @@ def train_expert(
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a run would do first: `step` > 0 goes on from a checkpoint; `finished` does nothing."""
+    """What a run would do first: `step` > 0 goes on from a checkpoint; `finished` does nothing.
+
+    `unclaimed` says which checkpoints would be discarded because nothing tells whose they are.
+    """
 
     step: int = 0
     finished: bool = False
+    unclaimed: str | None = None
 
 
 def check_start(plan: Plan, options: RunOptions) -> Start:
@@ -123,7 +127,7 @@ def check_start(plan: Plan, options: RunOptions) -> Start:
     fs.check_target(plan.settings.out, overwrite=options.overwrite)
     recorded = work.recorded()
     if recorded is None:
-        return Start()
+        return Start(unclaimed=work.unclaimed())
     if recorded != plan.identity:
         if not options.overwrite:
             raise _other_run(work, recorded, plan.identity)
@@ -132,12 +136,17 @@ def check_start(plan: Plan, options: RunOptions) -> Start:
     return Start(newest.step if newest else 0)
 
 
-def _prepare(plan: Plan, work: WorkFolder, options: RunOptions) -> TrainResult | None:
+def _prepare(
+    plan: Plan, work: WorkFolder, options: RunOptions, told: Listener
+) -> TrainResult | None:
     """Look at what is there and lock the work folder; a result means that all is done."""
     done = _finished(plan, work, options)
     if done is not None:
         return done
     fs.check_target(plan.settings.out, overwrite=options.overwrite)
+    lost = work.unclaimed()
+    if lost is not None:
+        told.warn(lost)
     _make_room(plan, work, options)
     work.open(plan.identity)
     return None
