@@ -134,7 +134,7 @@ def shares_head(reader: WeightReader) -> bool:
     return reader.model.embedding is not None and _is_tied(reader)
 
 
-class FullDeltas(Mapping[str, "FullDelta"]):
+class FullDeltas(Mapping[str, Rows]):
     """Weight name to delta of one full fine-tune.
 
     Args:
@@ -170,10 +170,10 @@ class FullDeltas(Mapping[str, "FullDelta"]):
             name: (rows, columns, min(rows, columns)) for name, (rows, columns) in shapes.items()
         }
 
-    def __getitem__(self, name: str) -> "FullDelta":
+    def __getitem__(self, name: str) -> Rows:
         theirs, ours = self._pairs[name]
-        kind = TransposedDelta if name in self.transposed else FullDelta
-        return kind(self.expert.reader, theirs, self.reader, ours, self._finite)
+        delta = FullDelta(self.expert.reader, theirs, self.reader, ours, self._finite)
+        return TransposedDelta(delta) if name in self.transposed else delta
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._pairs)
@@ -218,7 +218,7 @@ class FullDelta(Rows):
 
         columns = math.prod(self.shape[1:]) if len(self.shape) > 1 else math.prod(self.shape)
         found = torch.empty(last - first, columns)
-        FullDelta.read_into(self, found, first, last)
+        self.read_into(found, first, last)
         return found
 
     def read_into(self, out: "torch.Tensor", first: int, last: int) -> None:
@@ -252,33 +252,19 @@ class FullDelta(Rows):
             self.finite[self.base_name] = end
 
 
-class TransposedDelta(FullDelta):
+class TransposedDelta(Rows):
     """The same for a weight that the files hold as [in, out]; it is read whole, and once."""
 
-    def __init__(
-        self,
-        reader: WeightReader,
-        name: str,
-        base: WeightReader,
-        base_name: str,
-        finite: dict[str, int],
-    ) -> None:
-        super().__init__(reader, name, base, base_name, finite)
-        self._stored = self.shape
-        self.shape = self._stored[::-1]
+    def __init__(self, stored: FullDelta) -> None:
+        self.stored = stored
+        self.shape = stored.shape[::-1]
         self._whole: torch.Tensor | None = None
 
     def rows(self, first: int, last: int) -> "torch.Tensor":
         """Return rows of the transposed difference."""
         if self._whole is None:
-            into = self._stored[0]
-            stored = FullDelta(self.reader, self.name, self.base, self.base_name, self.finite)
-            self._whole = stored.rows(0, into).T.contiguous()
+            self._whole = self.stored.rows(0, self.stored.shape[0]).T.contiguous()
         return self._whole[first:last]
-
-    def read_into(self, out: "torch.Tensor", first: int, last: int) -> None:
-        """Copy rows of the transposed difference."""
-        out.copy_(self.rows(first, last))
 
 
 class _ByWeight(Mapping[str, LowRank]):
