@@ -53,15 +53,13 @@ def _other_bases(plan: "Plan") -> list[str]:
     """Name the bases that experts without a fingerprint say they are for, where they differ."""
     named: dict[str, list[str]] = {}
     for expert in plan.adapters:
-        if expert.config.base_name:
+        if expert.base_fingerprint is None and expert.config.base_name:
             named.setdefault(expert.config.base_name, []).append(expert.name)
-    own = {plan.base.ref.rstrip("/").rsplit("/", 1)[-1]} if plan.base else set()
-    short = {name.rstrip("/").rsplit("/", 1)[-1] for name in named} | own
-    if len(short) < 2:
+    # Where a base lies says little: a repository and a local copy of it end alike.
+    if len({name.rstrip("/").rsplit("/", 1)[-1] for name in named}) < 2:
         return []
     said = "; ".join(f"{', '.join(sorted(e)[:3])}: {name}" for name, e in sorted(named.items())[:5])
-    asked = f", but --base is {plan.base.ref}" if plan.base else ""
-    return [f"the experts name their bases differently ({said}){asked}"]
+    return [f"the experts name their bases differently ({said})"]
 
 
 def result_warnings(

@@ -76,8 +76,8 @@ def export(
     out = fs.absolute(out)
     if rank is not None and not 1 <= rank <= MAX_RANK:
         raise UsageError(f"the rank must be from 1 to {MAX_RANK:,}, found {rank}", code="rank")
-    adapters = _adapters(composition, server, task)
     fs.check_target(out, overwrite=overwrite)
+    adapters = _adapters(composition, server, task)
     with fs.new_folder(out, overwrite=overwrite) as stage:
         single = server != "vllm"
         written: dict[str, str] = {}

@@ -47,7 +47,7 @@ def test_bases_and_folders_of_inputs_are_never_replaced(run, experts, models, mo
         (".", "usage.out_holds_input", "holds the input"),
         ("..", "usage.out_holds_input", "holds the input"),
         ("E1/sub", "usage.out_inside", "inside the input"),
-        ("mine", "usage.out_exists", "never replaced"),
+        ("mine", "usage.out_foreign", "lost would be thesis.txt"),
     ):
         cases.refused(run(*words, out), 2, code, said)
     assert cases.tree(experts) == before
