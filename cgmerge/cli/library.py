@@ -191,7 +191,7 @@ def verify(
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Read and hash everything again and list all damage; exit code 1 where there is any.
+    """Read and hash everything again and list all damage; exit code 3 where there is any.
 
     For example:
 
@@ -226,7 +226,7 @@ def verify(
         short="\n".join(damage.place for damage in checked.damages) or None,
     )
     if bad:
-        raise typer.Exit(1)
+        raise typer.Exit(3)
 
 
 def _row(entry: "Entry") -> list[str]:

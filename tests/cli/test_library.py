@@ -146,7 +146,7 @@ def test_rm(run, library):
 
 
 def test_verify_lists_all_damage(run, experts, library):
-    """U03: one file cut in half, bytes appended to another; all are listed, exit code 1."""
+    """U03: one file cut in half, bytes appended to another; all are listed, exit code 3."""
     assert cases.done(run("verify", library, "--json"))["experts"] == 3
     listed = {e["name"]: e for e in cases.done(run("ls", library, "--json"))["experts"]}
     paths = {
@@ -162,11 +162,11 @@ def test_verify_lists_all_damage(run, experts, library):
     (library / "objects" / "stray").write_text("x")
     code, out, _ = run("verify", library, "--json")
     found = json.loads(out)
-    assert (code, found["ok"]) == (1, False)
+    assert (code, found["ok"]) == (3, False)
     places = sorted(Path(damage["place"]).name for damage in found["damaged"])
     assert places == ["E1", "E2", "lib", "odd.json", "tiny"]
     code, out, _ = run("verify", library)
-    assert code == 1
+    assert code == 3
     assert len(out.splitlines()) == 5
     cases.refused(
         run("compose", library / "E2", "-o", experts / "o", "--json"), 3, "damaged.object"
@@ -188,7 +188,7 @@ def test_verify_of_files_and_folders(run, experts, small):
     path = experts / "E2" / WEIGHTS
     path.write_bytes(path.read_bytes()[:100])
     code, out, _ = run("verify", experts, "--json")
-    assert code == 1
+    assert code == 3
     assert len(json.loads(out)["damaged"]) == 2
     cases.refused(run("verify", experts / "none", "--json"), 2, "not_found.folder")
     (experts / "empty").mkdir()
@@ -217,7 +217,7 @@ def test_hostile_libraries(run, experts, library):
         assert len(listed["experts"]) == 2
     (library / "cgmerge-library.json").write_text('{"schema": "cgmerge.library/2"}')
     cases.refused(run("ls", library, "--json"), 3, "incompatible.library", "update cgmerge")
-    assert run("verify", library, "--json")[0] == 1
+    assert run("verify", library, "--json")[0] == 3
 
 
 def test_ls_of_ten_thousand(experts):
