@@ -15,7 +15,7 @@ from cgmerge.quoting import quoted
 
 if TYPE_CHECKING:
     from cgmerge.evals.demo import DemoResult
-    from cgmerge.evals.sweep import GroupScore
+    from cgmerge.evals.summary import GroupScore
 
 _STAGES = {
     "data": "writing data: four string-edit skills the base barely knows",
@@ -64,7 +64,7 @@ class _Voice:
 
 def _show(result: "DemoResult", output: Output) -> None:
     from cgmerge.evals.demo import GROUPS, SKILLS
-    from cgmerge.evals.sweep import group_scores
+    from cgmerge.evals.summary import group_scores
 
     groups = list(GROUPS)
     output.text("\nThe scale decides (validation, exact match):")

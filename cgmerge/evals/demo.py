@@ -16,7 +16,8 @@ from cgmerge import fs
 from cgmerge.evals.record import Evaluation, write_record
 from cgmerge.evals.runner import Settings, evaluate_targets
 from cgmerge.evals.suite import SkillSet
-from cgmerge.evals.sweep import Candidate, GroupScore, best, group_scores, sweep
+from cgmerge.evals.summary import GroupScore, group_scores
+from cgmerge.evals.sweep import Candidate, best, sweep
 from cgmerge.evals.targets import Target, open_targets
 from cgmerge.evals.tasks import chains
 from cgmerge.modules.data import read_data

@@ -8,7 +8,8 @@ import torch
 
 from cgmerge.evals import demo
 from cgmerge.evals.record import load_record
-from cgmerge.evals.sweep import Candidate, best, group_scores, merge_in_memory, sweep
+from cgmerge.evals.summary import group_scores
+from cgmerge.evals.sweep import Candidate, best, merge_in_memory, sweep
 from cgmerge.evals.tasks import chains
 from cgmerge.merge import merge_state_dicts, pad_rank
 
