@@ -17,6 +17,7 @@ from typer.exceptions import TyperException
 
 from cgmerge._version import __version__
 from cgmerge.cli import (
+    compare,
     compose,
     compress,
     decompress,
@@ -28,6 +29,7 @@ from cgmerge.cli import (
     inspect,
     library,
     methods,
+    report,
     route,
     sharing,
     stats,
@@ -99,6 +101,8 @@ app.command("chat", rich_help_panel="Use")(talking.chat)
 app.command("route", rich_help_panel="Use")(route.route)
 app.command("export", rich_help_panel="Use")(export.export)
 app.command("eval", rich_help_panel="Measure")(evaluate.evaluate)
+app.command("compare", rich_help_panel="Measure")(compare.compare)
+app.command("report", rich_help_panel="Measure")(report.report)
 app.command("demo", rich_help_panel="Help")(demo.demo)
 app.command("doctor", rich_help_panel="Help")(doctor.doctor)
 
@@ -120,8 +124,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(words: list[str]) -> int:
     """Run one command line in this process and return its exit code; nothing is raised."""
-    if words[:1] in (["eval"], ["train"], ["compose"], ["compress"], ["stats"]):
-        words = spread(words, {"--data", "--eval-data", "--tune", "--calibrate", "--examples"})
+    if words[:1] in (["eval"], ["train"], ["compose"], ["compress"], ["stats"], ["report"]):
+        words = spread(
+            words, {"--data", "--eval-data", "--tune", "--calibrate", "--examples", "--files"}
+        )
     try:
         code = app(args=words, prog_name="cgmerge", standalone_mode=False)
     except SystemExit as stop:

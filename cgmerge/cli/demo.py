@@ -112,6 +112,8 @@ What this shows
   {merged["base skills"].score:.2f}, and too large a scale destroys more (the first table).
   Scales were chosen on validation data, the second table is about test data.
 
+All of it on one page, with intervals and tests: {out}/report.html
+
 Next
   {program} inspect {out}/merged-{result.recommended}
   {program} compose {out}/experts/* -m ties --base tiny -o mine \\

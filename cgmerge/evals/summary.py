@@ -229,11 +229,13 @@ def group_scores(
     evaluation: Evaluation, target: str, groups: Mapping[str, Sequence[str]]
 ) -> dict[str, GroupScore]:
     """Pool the exact matches of one target over groups of skills."""
-    found = {}
     results = {r.skill: r for r in evaluation.record.results if r.target == target}
-    for group, skills in groups.items():
-        correct = sum(results[skill].correct for skill in skills)
-        n = sum(results[skill].n for skill in skills)
-        interval = wilson(correct, n)
-        found[group] = GroupScore(correct / n, correct, n, interval.low, interval.high)
-    return found
+    return {group: pooled([results[skill] for skill in skills]) for group, skills in groups.items()}
+
+
+def pooled(results: Sequence[Result]) -> GroupScore:
+    """Pool the exact matches of one target on several skills, at least one."""
+    correct = sum(result.correct for result in results)
+    n = sum(result.n for result in results)
+    interval = wilson(correct, n)
+    return GroupScore(correct / n, correct, n, interval.low, interval.high)

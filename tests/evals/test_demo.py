@@ -31,6 +31,14 @@ def test_demo_leaves_what_it_promises(run, tmp_path):
     assert names == ["base", *demo.SKILLS, "task-arithmetic", "ties"]
     assert sorted(path.name for path in (out / "experts").iterdir()) == sorted(demo.SKILLS)
     assert (out / "merged-ties" / "cgmerge.json").exists()
+    page = (out / "report.html").read_text()
+    for words in (
+        "Four skills, merged",
+        "chosen on caesar.validation.jsonl",
+        "unseen pairs against",
+    ):
+        assert words in page
+    assert page.count("<polyline") == 2  # a curve of scales for each merge
     code, _, err = run("demo", "--out", out, "--steps", 3)
     assert code == 2
     assert "--overwrite" in err
