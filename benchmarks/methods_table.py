@@ -23,7 +23,7 @@ from cgmerge.evals import demo
 from cgmerge.evals.runner import Settings, evaluate_targets
 from cgmerge.evals.stats import wilson
 from cgmerge.evals.suite import SkillSet
-from cgmerge.evals.sweep import group_scores
+from cgmerge.evals.summary import group_scores
 from cgmerge.evals.targets import Target
 from cgmerge.evals.tune import tune
 from cgmerge.merge import Merger, all_methods, make_rule

@@ -16,7 +16,7 @@ from methods_table import Case, measure, table, write_statistics
 from real_model import score_groups, skill_sets
 
 from cgmerge.evals.runner import Settings, evaluate_targets
-from cgmerge.evals.sweep import group_scores
+from cgmerge.evals.summary import group_scores
 from cgmerge.evals.targets import open_targets
 from cgmerge.evals.tasks import wordlists
 from cgmerge.modules.base import open_base

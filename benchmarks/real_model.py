@@ -20,7 +20,8 @@ from cgmerge import fs
 from cgmerge.evals.record import Evaluation, write_record
 from cgmerge.evals.runner import Settings, evaluate_targets
 from cgmerge.evals.suite import SkillSet
-from cgmerge.evals.sweep import Candidate, best, group_scores, sweep
+from cgmerge.evals.summary import group_scores
+from cgmerge.evals.sweep import Candidate, best, sweep
 from cgmerge.evals.targets import open_targets
 from cgmerge.evals.tasks import wordlists
 from cgmerge.modules.base import open_base

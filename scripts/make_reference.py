@@ -28,6 +28,8 @@ COMMANDS = (
     "export",
     "extract",
     "eval",
+    "compare",
+    "report",
     "inspect",
     "methods",
     "demo",

@@ -94,6 +94,7 @@ def test_import_is_light():
     [
         [],
         ["train"],
+        ["compare"],
         ["compose"],
         ["compress"],
         ["decompress"],
@@ -102,6 +103,7 @@ def test_import_is_light():
         ["inspect"],
         ["methods"],
         ["ls"],
+        ["report"],
         ["add"],
         ["rm"],
         ["verify"],
@@ -126,6 +128,18 @@ def test_compress_and_back_do_not_import_peft_or_transformers(experts):
         f"assert run({['decompress', small, '-o', back, '-q']!r}) == 0"
     )
     assert not loaded_after(code) & {"transformers", "peft", "trl", "datasets", "accelerate"}
+
+
+def test_records_are_compared_and_reported_without_torch(tmp_path):
+    from record_support import write
+
+    record = str(write(tmp_path / "r.json", {"base": {"s": "10"}, "m": {"s": "11"}}))
+    code = (
+        "from cgmerge.cli.app import run\n"
+        f"assert run({['compare', record + ':base', record, '-q']!r}) == 0\n"
+        f"assert run({['report', record, '-o', str(tmp_path / 'r.html'), '-q']!r}) == 0"
+    )
+    assert not loaded_after(code) & (HEAVY - {"scipy"})
 
 
 def test_compose_does_not_import_peft_or_transformers(experts):

@@ -17,6 +17,7 @@ from typer.exceptions import TyperException
 
 from cgmerge._version import __version__
 from cgmerge.cli import (
+    compare,
     compose,
     compress,
     decompress,
@@ -28,6 +29,7 @@ from cgmerge.cli import (
     inspect,
     library,
     methods,
+    report,
     route,
     sharing,
     stats,
@@ -82,28 +84,47 @@ def _root(
     pass
 
 
-app.command("train", cls=Command, rich_help_panel="Experts")(train.train)
-app.command("inspect", cls=Command, rich_help_panel="Experts")(inspect.inspect)
-app.command("compress", cls=Command, rich_help_panel="Experts")(compress.compress)
-app.command("decompress", cls=Command, rich_help_panel="Experts")(decompress.decompress)
-app.command("stats", cls=Command, rich_help_panel="Experts")(stats.stats)
-app.command("ls", cls=Command, rich_help_panel="Library")(library.ls)
-app.command("add", cls=Command, rich_help_panel="Library")(library.add)
-app.command("rm", cls=Command, rich_help_panel="Library")(library.rm)
-app.command("verify", cls=Command, rich_help_panel="Library")(library.verify)
-app.command("pull", cls=Command, rich_help_panel="Library")(sharing.pull)
-app.command("push", cls=Command, rich_help_panel="Library")(sharing.push)
-app.command("lock", cls=Command, rich_help_panel="Library")(sharing.lock)
-app.command("compose", cls=Command, rich_help_panel="Compose")(compose.compose)
-app.command("extract", cls=Command, rich_help_panel="Compose")(extract.extract)
-app.command("methods", cls=Command, rich_help_panel="Compose")(methods.methods)
-app.command("generate", cls=Command, rich_help_panel="Use")(talking.generate)
-app.command("chat", cls=Command, rich_help_panel="Use")(talking.chat)
-app.command("route", cls=Command, rich_help_panel="Use")(route.route)
-app.command("export", cls=Command, rich_help_panel="Use")(export.export)
-app.command("eval", cls=Command, rich_help_panel="Measure")(evaluate.evaluate)
-app.command("demo", cls=Command, rich_help_panel="Help")(demo.demo)
-app.command("doctor", cls=Command, rich_help_panel="Help")(doctor.doctor)
+_COMMANDS = {
+    "Experts": {
+        "train": train.train,
+        "inspect": inspect.inspect,
+        "compress": compress.compress,
+        "decompress": decompress.decompress,
+        "stats": stats.stats,
+    },
+    "Library": {
+        "ls": library.ls,
+        "add": library.add,
+        "rm": library.rm,
+        "verify": library.verify,
+        "pull": sharing.pull,
+        "push": sharing.push,
+        "lock": sharing.lock,
+    },
+    "Compose": {
+        "compose": compose.compose,
+        "extract": extract.extract,
+        "methods": methods.methods,
+    },
+    "Use": {
+        "generate": talking.generate,
+        "chat": talking.chat,
+        "route": route.route,
+        "export": export.export,
+    },
+    "Measure": {
+        "eval": evaluate.evaluate,
+        "compare": compare.compare,
+        "report": report.report,
+    },
+    "Help": {
+        "demo": demo.demo,
+        "doctor": doctor.doctor,
+    },
+}
+for _panel, _functions in _COMMANDS.items():
+    for _name, _function in _functions.items():
+        app.command(_name, cls=Command, rich_help_panel=_panel)(_function)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -132,8 +153,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(words: list[str]) -> int:
     """Run one command line in this process and return its exit code; nothing is raised."""
-    if words[:1] in (["eval"], ["train"], ["compose"], ["compress"], ["stats"]):
-        words = spread(words, {"--data", "--eval-data", "--tune", "--calibrate", "--examples"})
+    if words[:1] in (["eval"], ["train"], ["compose"], ["compress"], ["stats"], ["report"]):
+        words = spread(
+            words, {"--data", "--eval-data", "--tune", "--calibrate", "--examples", "--files"}
+        )
     try:
         refuse_unusable(words)
         code = app(args=words, prog_name="cgmerge", standalone_mode=False)

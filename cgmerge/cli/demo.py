@@ -14,7 +14,7 @@ from cgmerge.quoting import quoted
 
 if TYPE_CHECKING:
     from cgmerge.evals.demo import DemoResult
-    from cgmerge.evals.sweep import GroupScore
+    from cgmerge.evals.summary import GroupScore
 
 _STAGES = {
     "data": "writing data: four string-edit skills the base barely knows",
@@ -58,7 +58,7 @@ class _Voice:
 
 def _show(result: "DemoResult", output: Output) -> None:
     from cgmerge.evals.demo import GROUPS, SKILLS
-    from cgmerge.evals.sweep import group_scores
+    from cgmerge.evals.summary import group_scores
 
     groups = list(GROUPS)
     output.text("\nThe scale decides (validation, exact match):")
@@ -105,6 +105,8 @@ What this shows
   It has a price: what the base can do falls from {base["base skills"].score:.2f} to
   {merged["base skills"].score:.2f}, and too large a scale destroys more (the first table).
   Scales were chosen on validation data, the second table is about test data.
+
+All of it on one page, with intervals and tests: {out}/report.html
 
 Next
   {program} inspect {out}/merged-{result.recommended}

@@ -9,15 +9,19 @@ import random
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cgmerge import fs
 from cgmerge.evals.record import Evaluation, write_record
+from cgmerge.evals.report.files import Curve, Point, Tuned, read_files
+from cgmerge.evals.report.page import Report, render_page
+from cgmerge.evals.report.sections import make_sections, open_source
 from cgmerge.evals.runner import Settings, evaluate_targets
 from cgmerge.evals.suite import SkillSet
-from cgmerge.evals.sweep import Candidate, GroupScore, best, group_scores, sweep
+from cgmerge.evals.summary import GroupScore, group_scores
+from cgmerge.evals.sweep import Candidate, best, sweep
 from cgmerge.evals.targets import Target, open_targets
 from cgmerge.evals.tasks import chains
 from cgmerge.modules.data import read_data
@@ -84,7 +88,7 @@ class DemoResult:
     """What the demo measured.
 
     Attributes:
-        out: Folder with data, experts, merges and record.
+        out: Folder with data, experts, merges, record and report.
         evaluation: Test scores of base, experts and merges.
         validation: Scores of the sweep.
         chosen: Best candidate of each method, by validation.
@@ -179,6 +183,7 @@ def run_demo(out: Path, *, seed: int, steps: int, voice: Voice) -> DemoResult:
     recommended = best(validation, list(chosen.values()), GROUPS).method
     write_record(out / "sweep.json", validation, overwrite=True)
     write_record(out / "record.json", evaluation, overwrite=True)
+    _write_report(out, {name: _tuned(validation, candidates, one) for name, one in chosen.items()})
     checks = _checks(evaluation, recommended, list(merges))
     return DemoResult(out, evaluation, validation, chosen, recommended, checks)
 
@@ -269,6 +274,26 @@ def _evaluate(
     specs += [f"{name}={path}" for name, path in merges.items()]
     targets: list[Target] = open_targets(specs, loaded.base)
     return evaluate_targets(loaded, targets, skills, Settings())
+
+
+def _tuned(validation: Evaluation, candidates: list[Candidate], chosen: Candidate) -> Tuned:
+    """Return the scores over scales that the choice of a scale rests on."""
+    points = []
+    for one in (one for one in candidates if one.method == chosen.method):
+        scores = group_scores(validation, one.name, GROUPS).values()
+        points.append(Point(one.scale, sum(score.score for score in scores) / len(GROUPS)))
+    data = tuple((skill.source, skill.sha256) for skill in validation.record.skills)
+    return Tuned(data, (Curve("", tuple(points)),), chosen.scale)
+
+
+def _write_report(out: Path, tuned: Mapping[str, Tuned]) -> None:
+    sections = make_sections([open_source(out / "record.json")], GROUPS)
+    places = {skill: str(out / "experts" / skill) for skill in SKILLS}
+    places |= {name: str(out / f"merged-{name}") for name in tuned}
+    files = read_files(places, sections)
+    files |= {name: replace(files[name], tuned=one) for name, one in tuned.items()}
+    report = Report("Four skills, merged", sections, files)
+    fs.replace_file(out / "report.html", render_page(report))
 
 
 def _checks(evaluation: Evaluation, recommended: str, merges: list[str]) -> dict[str, Any]:

@@ -4,11 +4,11 @@ The only way from items to a record: the runner uses it for what it has just mea
 can use it on a loaded record to check that every number follows from the items.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cgmerge.errors import NotFound, UsageError
-from cgmerge.evals.record import Comparison, Item, Mean, Metric, Result
+from cgmerge.evals.record import Comparison, Evaluation, Item, Mean, Metric, Result
 from cgmerge.evals.stats import (
     Interval,
     bootstrap_mean,
@@ -19,8 +19,10 @@ from cgmerge.evals.stats import (
     wilson,
 )
 
-_Groups = dict[str, dict[str, list[Item]]]
-"""Target to skill to items, all in the order of the items file."""
+Skills = dict[str, list[Item]]
+"""Skill to items of one target, in the order of the items file."""
+
+_Groups = dict[str, Skills]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +57,20 @@ def summarise(
         NotFound: No target is called `compare_to`.
         UsageError: Targets to compare that were not scored on the same items.
     """
-    groups: _Groups = {}
-    for item in items:
-        groups.setdefault(item.target, {}).setdefault(item.skill, []).append(item)
+    groups = by_target(items)
     results = [
         _result(group, metric, seed) for skills in groups.values() for group in skills.values()
     ]
     means = [_mean(skills, metric, seed) for skills in groups.values()]
     return Summary(tuple(results), tuple(means), tuple(_comparisons(groups, compare_to, seed)))
+
+
+def by_target(items: Sequence[Item]) -> dict[str, Skills]:
+    """Sort items by target and skill; each part keeps the order of the items file."""
+    groups: _Groups = {}
+    for item in items:
+        groups.setdefault(item.target, {}).setdefault(item.skill, []).append(item)
+    return groups
 
 
 def _result(items: list[Item], metric: Metric, seed: int) -> Result:
@@ -124,32 +132,62 @@ def _comparisons(groups: _Groups, against: str | None, seed: int) -> list[Compar
             hint=f"targets are {', '.join(groups)}",
         )
     others = [name for name in groups if name != against]
-    overall = [_compare(groups, name, against, None, seed) for name in others]
+    overall = [compare_skills(groups[name], groups[against], seed=seed) for name in others]
     each = [
-        _compare(groups, name, against, skill, seed) for name in others for skill in groups[name]
+        compare_skills(groups[name], groups[against], skill=skill, seed=seed)
+        for name in others
+        for skill in groups[name]
     ]
-    return _corrected(overall) + _corrected(each)
+    return corrected(overall) + corrected(each)
 
 
-def _compare(groups: _Groups, name: str, against: str, skill: str | None, seed: int) -> Comparison:
-    skills = list(groups[name]) if skill is None else [skill]
-    pairs = [(groups[name][one], groups[against].get(one, [])) for one in skills]
-    ours = [item for mine, _ in pairs for item in mine]
-    theirs = [item for _, other in pairs for item in other]
-    if [item.id for item in ours] != [item.id for item in theirs]:
-        raise UsageError(f"{name} and {against} were not scored on the same items", code="paired")
+def compare_skills(
+    ours: Skills,
+    theirs: Skills,
+    *,
+    skill: str | None = None,
+    metric: Metric = "exact_match",
+    seed: int = 0,
+) -> Comparison:
+    """Compare two targets item by item.
+
+    With exact match an item is won by the one that alone has it right, with log-likelihood by the
+    one that gives the answer more; McNemar's exact test of the wins is then the sign test.
+
+    Args:
+        ours: Items of the target that is judged, by skill.
+        theirs: The same items of the other one, in the same order.
+        skill: One skill; None for all, each weighing the same in the difference.
+        metric: What is compared.
+        seed: Of the bootstrap.
+
+    Returns:
+        The comparison; `difference` is above zero where ours is better, `p_holm` is still `p`.
+
+    Raises:
+        UsageError: Different items.
+    """
+    skills = list(ours) if skill is None else [skill]
+    pairs = [(ours[one], theirs.get(one, [])) for one in skills]
+    mine = [item for group, _ in pairs for item in group]
+    other = [item for _, group in pairs for item in group]
+    if [item.id for item in mine] != [item.id for item in other]:
+        raise UsageError(
+            f"{_name(ours)} and {_name(theirs)} were not scored on the same items", code="paired"
+        )
     differences = [
-        [float(a.correct) - float(b.correct) for a, b in zip(mine, other, strict=True)]
-        for mine, other in pairs
+        [_value(a, metric) - _value(b, metric) for a, b in zip(group, against, strict=True)]
+        for group, against in pairs
     ]
-    wins, losses = discordant([item.correct for item in ours], [item.correct for item in theirs])
+    flat = [difference for group in differences for difference in group]
+    wins, losses = discordant([one > 0 for one in flat], [one < 0 for one in flat])
     interval: Interval = bootstrap_mean(differences, seed=seed)
     p = mcnemar(wins, losses)
     return Comparison(
-        target=name,
-        against=against,
+        target=mine[0].target,
+        against=other[0].target,
         skill=skill,
-        n=len(ours),
+        n=len(mine),
         wins=wins,
         losses=losses,
         difference=sum(sum(group) / len(group) for group in differences) / len(differences),
@@ -160,8 +198,44 @@ def _compare(groups: _Groups, name: str, against: str, skill: str | None, seed: 
     )
 
 
-def _corrected(comparisons: list[Comparison]) -> list[Comparison]:
+def _value(item: Item, metric: Metric) -> float:
+    return float(item.correct) if metric == "exact_match" else item.loglik
+
+
+def _name(skills: Skills) -> str:
+    return next((group[0].target for group in skills.values()), "nothing")
+
+
+def corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """Fill in `p_holm`: Holm's correction over these comparisons."""
     adjusted = holm([comparison.p for comparison in comparisons])
     return [
         replace(comparison, p_holm=p) for comparison, p in zip(comparisons, adjusted, strict=True)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScore:
+    """Pooled score of several skills, with its 95 % Wilson interval."""
+
+    score: float
+    correct: int
+    n: int
+    low: float
+    high: float
+
+
+def group_scores(
+    evaluation: Evaluation, target: str, groups: Mapping[str, Sequence[str]]
+) -> dict[str, GroupScore]:
+    """Pool the exact matches of one target over groups of skills."""
+    results = {r.skill: r for r in evaluation.record.results if r.target == target}
+    return {group: pooled([results[skill] for skill in skills]) for group, skills in groups.items()}
+
+
+def pooled(results: Sequence[Result]) -> GroupScore:
+    """Pool the exact matches of one target on several skills, at least one."""
+    correct = sum(result.correct for result in results)
+    n = sum(result.n for result in results)
+    interval = wilson(correct, n)
+    return GroupScore(correct / n, correct, n, interval.low, interval.high)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from cgmerge.evals.record import Evaluation
 from cgmerge.evals.runner import Progress, Settings, evaluate_targets
 from cgmerge.evals.suite import SkillSet
+from cgmerge.evals.summary import group_scores
 from cgmerge.evals.targets import Target
 
 if TYPE_CHECKING:
@@ -111,33 +112,6 @@ def best(
     """
     scored = {c.name: group_scores(evaluation, c.name, groups) for c in candidates}
     return max(candidates, key=lambda c: sum(s.score for s in scored[c.name].values()))
-
-
-@dataclass(frozen=True, slots=True)
-class GroupScore:
-    """Pooled score of several skills, with its 95 % Wilson interval."""
-
-    score: float
-    correct: int
-    n: int
-    low: float
-    high: float
-
-
-def group_scores(
-    evaluation: Evaluation, target: str, groups: Mapping[str, Sequence[str]]
-) -> dict[str, GroupScore]:
-    """Pool the exact matches of one target over groups of skills."""
-    from cgmerge.evals.stats import wilson
-
-    found = {}
-    results = {r.skill: r for r in evaluation.record.results if r.target == target}
-    for group, skills in groups.items():
-        correct = sum(results[skill].correct for skill in skills)
-        n = sum(results[skill].n for skill in skills)
-        interval = wilson(correct, n)
-        found[group] = GroupScore(correct / n, correct, n, interval.low, interval.high)
-    return found
 
 
 def _scaled(delta: "LowRank", scale: float) -> "LowRank":

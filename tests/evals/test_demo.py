@@ -8,7 +8,8 @@ import torch
 
 from cgmerge.evals import demo
 from cgmerge.evals.record import load_record
-from cgmerge.evals.sweep import Candidate, best, group_scores, merge_in_memory, sweep
+from cgmerge.evals.summary import group_scores
+from cgmerge.evals.sweep import Candidate, best, merge_in_memory, sweep
 from cgmerge.evals.tasks import chains
 from cgmerge.merge import merge_state_dicts, pad_rank
 
@@ -30,6 +31,14 @@ def test_demo_leaves_what_it_promises(run, tmp_path):
     assert names == ["base", *demo.SKILLS, "task-arithmetic", "ties"]
     assert sorted(path.name for path in (out / "experts").iterdir()) == sorted(demo.SKILLS)
     assert (out / "merged-ties" / "cgmerge.json").exists()
+    page = (out / "report.html").read_text()
+    for words in (
+        "Four skills, merged",
+        "chosen on caesar.validation.jsonl",
+        "unseen pairs against",
+    ):
+        assert words in page
+    assert page.count("<polyline") == 2  # a curve of scales for each merge
     code, _, err = run("demo", "--out", out, "--steps", 3)
     assert code == 2
     assert "--overwrite" in err

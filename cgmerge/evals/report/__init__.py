@@ -1,0 +1,1 @@
+"""A page about evaluation records: what it says, and how it looks."""
