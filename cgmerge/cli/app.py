@@ -28,6 +28,7 @@ from cgmerge.cli import (
     inspect,
     library,
     methods,
+    pipeline,
     route,
     sharing,
     stats,
@@ -102,6 +103,8 @@ app.command("chat", cls=Command, rich_help_panel="Use")(talking.chat)
 app.command("route", cls=Command, rich_help_panel="Use")(route.route)
 app.command("export", cls=Command, rich_help_panel="Use")(export.export)
 app.command("eval", cls=Command, rich_help_panel="Measure")(evaluate.evaluate)
+app.command("run", cls=Command, rich_help_panel="Measure")(pipeline.run)
+app.command("init", cls=Command, rich_help_panel="Measure")(pipeline.init)
 app.command("demo", cls=Command, rich_help_panel="Help")(demo.demo)
 app.command("doctor", cls=Command, rich_help_panel="Help")(doctor.doctor)
 
