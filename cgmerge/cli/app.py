@@ -29,6 +29,7 @@ from cgmerge.cli import (
     inspect,
     library,
     methods,
+    pipeline,
     report,
     route,
     sharing,
@@ -116,6 +117,8 @@ _COMMANDS = {
         "eval": evaluate.evaluate,
         "compare": compare.compare,
         "report": report.report,
+        "run": pipeline.run,
+        "init": pipeline.init,
     },
     "Help": {
         "demo": demo.demo,
