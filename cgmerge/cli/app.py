@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from types import FrameType
 
 import typer
@@ -85,7 +86,7 @@ def _root(
     pass
 
 
-_COMMANDS = {
+COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Experts": {
         "train": train.train,
         "inspect": inspect.inspect,
@@ -125,7 +126,9 @@ _COMMANDS = {
         "doctor": doctor.doctor,
     },
 }
-for _panel, _functions in _COMMANDS.items():
+"""Panel of the help to commands by name."""
+
+for _panel, _functions in COMMANDS.items():
     for _name, _function in _functions.items():
         app.command(_name, cls=Command, rich_help_panel=_panel)(_function)
 
