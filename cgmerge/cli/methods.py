@@ -25,7 +25,7 @@ def methods(
 
     Rules that merge come first, then coefficients learned from examples, then routers.
     """
-    from cgmerge.merge import all_methods, get_method, rule_of
+    from cgmerge.merge import all_methods, get_method, rule_of, space_of
     from cgmerge.modules.learned.presets import PRESETS
     from cgmerge.modules.routing.methods import find_routed, routed_methods
 
@@ -39,7 +39,7 @@ def methods(
         output.table(["method", "gives", "what it does"], rows, words=True)
         output.hint("explain one: cgmerge methods ties")
     else:
-        output.text(_page(shown[0], described[0]))
+        output.text(_page(shown[0], described[0], space_of(name or "")))
     output.result(
         "cgmerge.methods/1", {"methods": described}, short="\n".join(d["name"] for d in described)
     )
@@ -118,6 +118,8 @@ def _describe_routed(method: "RoutedMethod") -> dict[str, Any]:
 
 
 def _describe_param(item: "dataclasses.Field[Any]", default: Any) -> dict[str, Any]:
+    from cgmerge.merge.params import range_of
+
     meta = item.metadata
     return {
         "name": item.name,
@@ -125,23 +127,27 @@ def _describe_param(item: "dataclasses.Field[Any]", default: Any) -> dict[str, A
         "choices": list(get_args(item.type)) if get_origin(item.type) is Literal else None,
         "low": meta.get("low") if meta.get("low") is not None else meta.get("above"),
         "high": meta.get("high"),
+        "range": range_of(item) if any(meta.get(k) is not None for k in _LIMITS) else None,
         "doc": meta.get("doc", ""),
     }
 
 
-def _page(method: "AnyMethod", described: dict[str, Any]) -> str:
+def _page(method: "AnyMethod", described: dict[str, Any], space: str | None) -> str:
     name, summary = described["name"], described["summary"]
-    lines = [f"{name}: {summary}", "", f"  {described['formula']}", "", "parameters"]
+    title = f"{space}+{name}" if space else name
+    lines = [f"{title}: {summary}", "", f"  {described['formula']}", ""]
+    lines += [*_SPACES[space], ""] if space else []
+    lines.append("parameters")
     for param in described["params"]:
         allowed = ""
         if param["choices"]:
             allowed = f" ({', '.join(param['choices'])})"
-        elif param["high"] is not None:
-            allowed = f" ({param['low']} … {param['high']})"
+        elif param["range"]:
+            allowed = f", in {param['range']}"
         lines.append(f"  --set {param['name']}={param['default']}{allowed}: {param['doc']}")
     lines += [
         "",
-        f"cost      {_cost(method)}",
+        f"cost      {_SPACE_COST if space else _cost(method)}",
         f"needs     {', '.join(described['needs']) or 'the experts only'}",
     ]
     if described["aliases"]:
@@ -176,6 +182,18 @@ def _cost(method: "AnyMethod") -> str:
     return _COST[method.kind]
 
 
+_LIMITS = ("low", "high", "above")
+_SPACES = {
+    "knots": (
+        "  here ΔW_e stands for Uᵀ·ΔW_e, U the output directions of all experts together (KnOTS,",
+        "  arXiv:2410.19735); densities and trims count those coordinates",
+    ),
+    "core": (
+        "  here ΔW_e stands for Uᵀ·ΔW_e·V, U and V the output and input directions of all experts",
+        "  together (Core Space, arXiv:2509.17786); densities and trims count those coordinates",
+    ),
+}
+_SPACE_COST = "small matrices of the experts' common space; exact at the sum of their ranks"
 _ROUTED_COST = {
     "token": "nothing to merge; every forward pass also scores experts and runs those chosen",
     "sequence": "nothing to merge; a prompt is looked at once, then costs what its experts cost",

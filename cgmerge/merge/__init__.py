@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cgmerge.errors import Damaged, Incompatible
 from cgmerge.merge.deltas import LowRank, inner, pad_rank, stack
-from cgmerge.merge.engine import Merger, Rule, make_rule, plan_rank, rule_of
+from cgmerge.merge.engine import Merger, Rule, make_rule, plan_rank, rule_of, space_of
 from cgmerge.merge.lowrank import Truncated, best_dense, truncate, truncate_dense
 from cgmerge.merge.parts import AnyMerger, PartsMerger
 from cgmerge.merge.registry import MethodSpec, all_methods, get_method
@@ -33,6 +33,7 @@ __all__ = [
     "pad_rank",
     "plan_rank",
     "rule_of",
+    "space_of",
     "stack",
     "truncate",
     "truncate_dense",
@@ -65,7 +66,8 @@ def merge_state_dicts(
 
     Raises:
         UsageError: Unknown method or parameter, value out of range, wrong number of weights.
-        Incompatible: Shapes that differ, or tensors that are not floating point.
+        Incompatible: Shapes that differ, tensors that are not floating point, or a result that
+            their type cannot hold.
         Damaged: NaN or infinity in an input.
 
     Example:
@@ -78,9 +80,18 @@ def merge_state_dicts(
     double = any(dtype == torch.float64 for _, dtype in kinds.values())
     compute = torch.float64 if double else torch.float32
     merger = Merger(rule, deltas, compute, ids=ids, stats=stats)
-    return {
+    merged = {
         name: merger.dense(name).reshape(kinds[name][0]).to(kinds[name][1]) for name in merger.names
     }
+    for name, tensor in merged.items():
+        if not torch.isfinite(tensor).all():
+            raise Incompatible(
+                f"the merged {name!r} overflows {str(tensor.dtype).removeprefix('torch.')}",
+                code="overflow",
+                hint="use smaller weights or a smaller scale, or inputs of a wider float type",
+                tensor=name,
+            )
+    return merged
 
 
 def _check(

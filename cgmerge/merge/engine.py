@@ -122,6 +122,15 @@ def rule_of(name: str) -> str:
     return _split_space(name)[1]
 
 
+def space_of(name: str) -> Space | None:
+    """Return the space in `SPACE+METHOD`, None where there is none.
+
+    Raises:
+        UsageError: Unknown space.
+    """
+    return _split_space(name)[0] or None
+
+
 def _split_space(name: str) -> tuple[Space | Literal[""], str]:
     prefix, plus, rest = name.partition("+")
     if not plus or is_method(name):

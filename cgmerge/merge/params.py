@@ -140,15 +140,21 @@ def _check_range(item: "dataclasses.Field[Any]", value: Any) -> None:
     )
     if fits:
         return
-    lower = f"[{low}" if low is not None else f"({'-∞' if above is None else above}"
-    upper = f"{high}]" if high is not None else "∞)"
+    allowed = range_of(item)
     raise UsageError(
-        f"parameter `{item.name}` must be in {lower}, {upper}, found {value}",
+        f"parameter `{item.name}` must be in {allowed}, found {value}",
         code="parameter",
         hint=_range_hint(item, value, high),
-        expected=f"{lower}, {upper}",
+        expected=allowed,
         found=value,
     )
+
+
+def range_of(item: "dataclasses.Field[Any]") -> str:
+    """Return the allowed values of a parameter that is a number, as `(0.0, 1.0]`."""
+    low, high, above = (item.metadata.get(key) for key in ("low", "high", "above"))
+    lower = f"[{low}" if low is not None else f"({'-∞' if above is None else above}"
+    return f"{lower}, {'∞)' if high is None else f'{high}]'}"
 
 
 def _range_hint(item: "dataclasses.Field[Any]", value: float, high: float | None) -> str | None:

@@ -223,10 +223,14 @@ def test_methods_lists_and_explains(run):
     assert code == 0
     assert {"linear", "task-arithmetic", "ties"} <= set(names)
     code, out, _ = run("methods", "ties")
-    assert "--set density=0.2 (0.0 … 1.0)" in out
+    assert "--set density=0.2, in (0.0, 1.0]:" in out
     assert "arXiv:2306.01708" in out
     code, out, _ = run("methods", "average")
     assert out.startswith("linear:")
+    code, out, _ = run("methods", "knots+ties")
+    assert out.startswith("knots+ties:")
+    assert "ΔW_e stands for Uᵀ·ΔW_e" in out
+    assert "streams the dense deltas" not in out  # it works in the small space
     assert run("methods", "nope")[0] == 2
 
 

@@ -41,7 +41,7 @@ class FisherParams(Params):
             "the floor is relative by default, so that the size of the gradients does not matter"
             " (MaTS code: 1e-8 for all; original: 1e-6 for one model); the norm of `normalize` is"
             " that of one module instead of the whole model; where no expert has any importance"
-            " the average is taken"
+            " the average is taken, as for tensors of fewer than two dimensions (norms, biases)"
         ),
         use_when="labelled examples of every expert are at hand",
     ),
