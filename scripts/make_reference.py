@@ -28,6 +28,8 @@ COMMANDS = (
     "export",
     "extract",
     "eval",
+    "tasks",
+    "split",
     "inspect",
     "methods",
     "demo",

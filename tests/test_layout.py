@@ -108,6 +108,8 @@ def test_import_is_light():
         ["pull"],
         ["push"],
         ["lock"],
+        ["tasks"],
+        ["split"],
         ["demo"],
         ["doctor"],
     ],

@@ -30,8 +30,10 @@ from cgmerge.cli import (
     methods,
     route,
     sharing,
+    split,
     stats,
     talking,
+    tasks,
     train,
 )
 from cgmerge.cli.output import print_error
@@ -99,6 +101,8 @@ app.command("chat", rich_help_panel="Use")(talking.chat)
 app.command("route", rich_help_panel="Use")(route.route)
 app.command("export", rich_help_panel="Use")(export.export)
 app.command("eval", rich_help_panel="Measure")(evaluate.evaluate)
+app.command("tasks", rich_help_panel="Measure")(tasks.tasks)
+app.command("split", rich_help_panel="Measure")(split.split)
 app.command("demo", rich_help_panel="Help")(demo.demo)
 app.command("doctor", rich_help_panel="Help")(doctor.doctor)
 

@@ -56,7 +56,7 @@ def divergence(
     if not train or not test:
         raise DataError("a part without any atoms or compounds has no divergence", code="empty")
     p_sum, q_sum = sum(train.values()), sum(test.values())
-    alike = sum(
+    alike: float = sum(
         (train[key] / p_sum) ** alpha * (count / q_sum) ** (1 - alpha)
         for key, count in test.items()
         if key in train
@@ -75,14 +75,12 @@ def measure(train: Iterable[Structure], test: Iterable[Structure]) -> Divergence
     pairs = [_counted(one.compounds(2) for one in side) for side in sides]
     triples = [_counted(one.compounds(3) for one in side) for side in sides]
     unseen = sum(any(pair not in pairs[0] for pair in one.compounds(2)) for one in sides[1])
-    return Divergences(
-        divergence(atoms[0], atoms[1], ATOM_ALPHA),
-        *(
-            divergence(found[0], found[1], COMPOUND_ALPHA) if all(found) else None
-            for found in (pairs, triples)
-        ),
-        unseen / max(1, len(sides[1])),
-    )
+    both = [
+        divergence(found[0], found[1], COMPOUND_ALPHA) if all(found) else None
+        for found in (pairs, triples)
+    ]
+    atom = divergence(atoms[0], atoms[1], ATOM_ALPHA)
+    return Divergences(atom, both[0], both[1], unseen / max(1, len(sides[1])))
 
 
 def _counted(things: Iterable[Iterable[Hashable]]) -> Counter[Hashable]:

@@ -23,11 +23,13 @@ class Made:
         tests: For each item, whether it is held out.
         facts: What was decided, for the card (threshold, primitive …).
         warnings: What a reader of the scores must know.
+        left_out: Items that are in no part, by their places.
     """
 
     tests: list[bool] = field(repr=False)
     facts: dict[str, Any]
     warnings: tuple[str, ...] = ()
+    left_out: tuple[int, ...] = ()
 
 
 def split_iid(

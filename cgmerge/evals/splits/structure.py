@@ -19,6 +19,7 @@ from cgmerge.errors import DataError
 
 _TOKEN = re.compile(r"[()]|[^\s()]+")
 _SLOT = re.compile(r'"[^"]*"|\d+(?:[.,]\d+)*')
+_OPEN, _CLOSE = ("(",), (")",)
 _ROOT = -1
 
 
@@ -110,7 +111,9 @@ def words(text: str, where: str = "the structure") -> Structure:
     if not labels:
         raise DataError(f"{where} is empty", code="structure")
     count = len(labels)
-    return Structure(labels, tuple(range(-1, count - 1)), (0,) * count, " ".join(labels), tree=False)
+    return Structure(
+        labels, tuple(range(-1, count - 1)), (0,) * count, " ".join(labels), tree=False
+    )
 
 
 def normal(part: str) -> str:
@@ -127,11 +130,11 @@ def _tree(tokens: list[str]) -> Structure | None:
     children: list[int] = []  # so far, of each node
     expects_label = False
     for place, token in enumerate(tokens):
-        if token == ")":
+        if token in _CLOSE:
             if not open_ or expects_label or (len(open_) == 1 and place != len(tokens) - 1):
                 return None
             open_.pop()
-        elif token == "(":
+        elif token in _OPEN:
             if expects_label:
                 return None
             expects_label = True
@@ -174,5 +177,7 @@ def _written(value: list[Any], where: str) -> str:
             )
     text = " ".join(tokens)
     if nested and _tree(tokens) is None:
-        raise DataError(f"{where}: every list begins with its label: {text[:200]}", code="structure")
+        raise DataError(
+            f"{where}: every list begins with its label: {text[:200]}", code="structure"
+        )
     return text

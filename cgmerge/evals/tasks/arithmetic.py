@@ -20,6 +20,9 @@ _SHARE = 0.2  # of the tasks, or of the inputs, that is held out
 _VALIDATION = 0.1  # of what is left for training
 
 
+_Pair = tuple[int, int]
+
+
 def example(a: int, b: int, x: int, y: int, modulus: int) -> Record:
     """Write one row.
 
@@ -48,7 +51,7 @@ def make(split: str, rng: random.Random, count: int, modulus: int = MODULUS) -> 
     Raises:
         UsageError: More rows are wanted than there are.
     """
-    pairs = list(product(range(modulus), repeat=2))
+    pairs: list[_Pair] = list(product(range(modulus), range(modulus)))
     tasks, inputs = _halves(pairs, rng), _halves(pairs, rng)
     tested = count // 5
     if split == "iid":
@@ -65,9 +68,6 @@ def make(split: str, rng: random.Random, count: int, modulus: int = MODULUS) -> 
     rows = [[example(*task, *given, modulus) for task, given in part] for part in (rest, test)]
     cut = round(len(rest) * _VALIDATION)
     return Parts(rows[0][cut:], rows[0][:cut], rows[1])
-
-
-_Pair = tuple[int, int]
 
 
 def _halves(pairs: list[_Pair], rng: random.Random) -> tuple[list[_Pair], list[_Pair]]:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,9 @@ class Parts:
     test: Sequence[Record] = field(repr=False)
     notes: tuple[str, ...] = ()
 
-    def items(self) -> Iterable[tuple[str, Sequence[Record]]]:
+    def items(self) -> list[tuple[str, Sequence[Record]]]:
         """Return (name, rows) of the three parts."""
-        return zip(PARTS, (self.train, self.validation, self.test), strict=True)
+        return list(zip(PARTS, (self.train, self.validation, self.test), strict=True))
 
 
 def carve(
@@ -78,14 +78,15 @@ def shrink(parts: Parts, count: int, rng: random.Random) -> Parts:
     Raises:
         UsageError: More rows are wanted than there are.
     """
-    total = sum(len(rows) for _, rows in parts.items())
+    sides = (parts.train, parts.validation, parts.test)
+    total = sum(map(len, sides))
     if count > total:
         raise UsageError(f"{count:,} rows are wanted, there are {total:,}", code="n", found=count)
     kept = []
-    for _, rows in parts.items():
+    for rows in sides:
         wanted = min(len(rows), max(bool(rows), round(len(rows) * count / total)))
         kept.append([rows[place] for place in sorted(rng.sample(range(len(rows)), wanted))])
-    return Parts(*kept, notes=parts.notes)
+    return Parts(kept[0], kept[1], kept[2], parts.notes)
 
 
 def write_parts(

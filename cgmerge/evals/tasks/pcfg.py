@@ -15,11 +15,13 @@ from cgmerge.errors import DataError, LimitExceeded
 UNARY = ("copy", "reverse", "shift", "swap_first_last", "repeat", "echo")
 BINARY = ("append", "prepend", "remove_first", "remove_second")
 FUNCTIONS = UNARY + BINARY
-SYMBOLS = tuple(f"{letter}{number}" for letter in map(chr, range(65, 91)) for number in range(1, 21))
+SYMBOLS = tuple(
+    f"{letter}{number}" for letter in map(chr, range(65, 91)) for number in range(1, 21)
+)
 TWIN = "_twin"
 MAX_SYMBOLS = 1_000_000
 
-_COMMA = -1
+_COMMA, _COMMAS = -1, (",",)
 _SYMBOLS = frozenset(SYMBOLS)
 _KINDS = {name: name for name in FUNCTIONS} | {name + TWIN: name for name in FUNCTIONS}
 
@@ -85,7 +87,7 @@ def _parse(tokens: Sequence[str]) -> list[_Node]:
     while place:
         place -= 1
         token = tokens[place]
-        if token == ",":
+        if token in _COMMAS:
             stack.append(_COMMA)
         elif token in _KINDS:
             kind = _KINDS[token]
@@ -102,9 +104,7 @@ def _parse(tokens: Sequence[str]) -> list[_Node]:
             nodes.append(("string", run, ()))
             stack.append(len(nodes) - 1)
     if len(stack) != 1 or stack[0] == _COMMA:
-        raise DataError(
-            f"not one expression: {' '.join(tokens[:20]) or '(empty)'}", code="pcfg"
-        )
+        raise DataError(f"not one expression: {' '.join(tokens[:20]) or '(empty)'}", code="pcfg")
     return nodes
 
 

@@ -7,7 +7,8 @@ function, so that their number is alike (mean 5.1 there).
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import pairwise
 
 from cgmerge.evals.tasks.parts import Parts, Record
 from cgmerge.evals.tasks.pcfg import (
@@ -39,6 +40,7 @@ TWINS = ("swap_first_last", "repeat", "append", "remove_second")
 """Functions with a second name in the substitutivity splits, as published."""
 
 MOST_TRAINED = 8  # functions of a training expression in the productivity split
+_COMMA, _DOUBLES = (",",), ("repeat",)
 _SYMBOLS = frozenset(SYMBOLS)
 _KEPT = {1: 0.05, 2: 0.75}  # of expressions with so many functions; all others
 _MOST_FUNCTIONS = 35
@@ -102,17 +104,18 @@ def make(split: str, rng: random.Random, count: int) -> Parts:
     sizes = {name: max(1, round(count * share)) for name, share in _SHARES.items()}
     sizes["train"] = max(1, count - sum(sizes.values()))
     drawn = _filled(rng, sizes, _HELD[split])
-    if split == "localism":
-        return Parts(*_rows(drawn), [row for one in drawn["test"] for row in _unrolled(one)])
     if split.startswith("substitutivity"):
         return _with_twins(drawn, rng, equal=split.endswith("equal"))
-    return Parts(*_rows(drawn), [example(one) for one in drawn["test"]])
+    train, validation = _rows(drawn["train"]), _rows(drawn["validation"])
+    if split == "localism":
+        return Parts(train, validation, [row for one in drawn["test"] for row in _unrolled(one)])
+    return Parts(train, validation, _rows(drawn["test"]))
 
 
 def has_held_out_pair(source: str) -> bool:
     """Whether two neighbouring tokens are one of the pairs of `HELD_OUT`."""
     tokens = source.split()
-    return any(pair in HELD_OUT for pair in zip(tokens, tokens[1:], strict=False))
+    return any(pair in HELD_OUT for pair in pairwise(tokens))
 
 
 def steps(source: str) -> list[str]:
@@ -126,11 +129,11 @@ def steps(source: str) -> list[str]:
     found = []
     run: list[str] = []
     for token in reversed(source.split()):
-        if token in UNARY or token in BINARY or token == ",":
+        if token in UNARY or token in BINARY or token in _COMMA:
             if run:
                 stack.append(" ".join(reversed(run)))
                 run = []
-            if token != ",":
+            if token not in _COMMA:
                 wanted = 2 if token in BINARY else 1
                 step = f"{token} {' , '.join(stack.pop() for _ in range(wanted))}"
                 found.append(step)
@@ -155,7 +158,7 @@ def _longest(tokens: list[str]) -> int:
             one, other = stack.pop(), stack.pop()
             stack.append({"remove_first": other, "remove_second": one}.get(token, one + other))
         elif token in UNARY:
-            stack[-1] = stack[-1] * 2 if token == "repeat" else stack[-1] + (token == "echo")
+            stack[-1] = stack[-1] * 2 if token in _DOUBLES else stack[-1] + 1
         longest = max(longest, *stack)
     return longest
 
@@ -188,9 +191,8 @@ def _filled(rng: random.Random, sizes: dict[str, int], held: _Held) -> dict[str,
     return parts
 
 
-def _rows(drawn: dict[str, list[str]]) -> Iterator[list[Record]]:
-    for name in ("train", "validation"):
-        yield [example(source) for source in drawn[name]]
+def _rows(sources: list[str]) -> list[Record]:
+    return [example(source) for source in sources]
 
 
 def _unrolled(source: str) -> list[Record]:
@@ -218,8 +220,7 @@ def _trained(source: str, rng: random.Random, *, equal: bool) -> str:
     if not equal and len(functions(source)) > 1:
         return source
     return " ".join(
-        token + TWIN if token in TWINS and rng.random() < 0.5 else token
-        for token in source.split()
+        token + TWIN if token in TWINS and rng.random() < 0.5 else token for token in source.split()
     )
 
 

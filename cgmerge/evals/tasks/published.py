@@ -1,11 +1,11 @@
 """Readers of published benchmark files in a folder that the user gives; `.gz` copies too.
 
-| suite    | files                                   | becomes                                      |
-|----------|-----------------------------------------|----------------------------------------------|
-| cogs     | train.tsv dev.tsv test.tsv [gen.tsv]    | sentence, logical form; skill = kind of row  |
-| slog     | the same, varfree_LF/ or cogs_LF/ inside | the same                                    |
-| bbh      | TASK.json                               | skill = task; evaluation only                |
-| bigbench | task.json, or .jsonl of such objects    | skill = task; evaluation only                |
+| suite    | files                                | becomes                                     |
+|----------|--------------------------------------|---------------------------------------------|
+| cogs     | train.tsv dev.tsv test.tsv [gen.tsv] | sentence, logical form; skill = kind of row |
+| slog     | the same, perhaps in varfree_LF/     | the same                                    |
+| bbh      | TASK.json                            | skill = task; evaluation only               |
+| bigbench | task.json, or .jsonl of such objects | skill = task; evaluation only               |
 
 Evaluation-only suites have five validation rows for each task, to choose or learn weights on, and
 no training rows. Their canary goes into the card, never into a row.
@@ -47,17 +47,18 @@ def read_cogs(folder: Path, split: str) -> Parts:
 
 def read_bbh(folder: Path, _split: str = "") -> Parts:
     """Read BIG-Bench Hard: one JSON file for each task, `{"examples": [{input, target}]}`."""
-    tasks = []
+    tasks, canaries = [], set()
     for path in _files(folder, (".json", ".json.gz")):
         content = strictjson.loads_object(_content(path), source=str(path))
         if "examples" in content:
+            canaries.add(str(content.get("canary", "")))
             tasks.append((_stem(path), _asked(content, str(path), "Q: {}\nA:")))
-    return _evaluation(tasks, folder, options=True)
+    return _evaluation(tasks, folder, canaries, options=True)
 
 
 def read_bigbench(folder: Path, _split: str = "") -> Parts:
     """Read BIG-bench JSON tasks: `task.json` files, or JSON Lines of such objects."""
-    tasks = []
+    tasks, canaries = [], set()
     for path in _files(folder, (".json", ".jsonl", ".json.gz", ".jsonl.gz")):
         lines = _content(path).splitlines() if ".jsonl" in path.name else [_content(path)]
         for number, line in enumerate(lines, 1):
@@ -65,11 +66,12 @@ def read_bigbench(folder: Path, _split: str = "") -> Parts:
             content = strictjson.loads_object(line, source=where)
             if "examples" not in content:
                 continue
+            canaries.add(str(content.get("canary", "")))
             name = str(content.get("task_path") or content.get("name") or path.parent.name)
             prefix = str(content.get("example_input_prefix", "\nQ: "))
             suffix = str(content.get("example_output_prefix", "\nA: ")).rstrip(" ")
             tasks.append((name, _asked(content, where, f"{_plain(prefix)}{{}}{_plain(suffix)}")))
-    return _evaluation(tasks, folder, options=False)
+    return _evaluation(tasks, folder, canaries, options=False)
 
 
 def _plain(text: str) -> str:
@@ -84,7 +86,11 @@ def _asked(content: dict[str, Any], where: str, form: str) -> list[Record]:
     for number, item in enumerate(content["examples"], 1):
         target = item.get("target") if isinstance(item, dict) else None
         answer = target[0] if isinstance(target, list) and target else target
-        if answer is None and isinstance(item, dict) and isinstance(item.get("target_scores"), dict):
+        if (
+            answer is None
+            and isinstance(item, dict)
+            and isinstance(item.get("target_scores"), dict)
+        ):
             answer = max(item["target_scores"], key=item["target_scores"].__getitem__)
         if not isinstance(item, dict) or not isinstance(answer, str) or "input" not in item:
             raise DataError(
@@ -98,10 +104,14 @@ def _asked(content: dict[str, Any], where: str, form: str) -> list[Record]:
     return rows
 
 
-def _evaluation(tasks: list[tuple[str, list[Record]]], folder: Path, *, options: bool) -> Parts:
+def _evaluation(
+    tasks: list[tuple[str, list[Record]]], folder: Path, canaries: set[str], *, options: bool
+) -> Parts:
     if not tasks:
         raise DataError(f"{folder} holds no task with examples", code="empty", path=folder)
-    validation, test, notes = [], [], []
+    validation: list[Record] = []
+    test: list[Record] = []
+    notes = ["evaluation only: never train on these rows", *sorted(canaries - {""})]
     for name, rows in tasks:
         # A checksum, not the run's seed: which rows are shown must never depend on a run.
         chosen = random.Random(zlib.crc32(name.encode())).sample(rows, min(_SHOTS, len(rows) - 1))
@@ -110,13 +120,13 @@ def _evaluation(tasks: list[tuple[str, list[Record]]], folder: Path, *, options:
             (validation if id(row) in shots else test).append({**row, "skill": name})
         if options:
             notes += _stray(name, rows)
-    return Parts([], validation, test, ("evaluation only: never train on these rows", *notes))
+    return Parts([], validation, test, tuple(notes))
 
 
 def _stray(name: str, rows: list[Record]) -> list[str]:
     """Name targets that are no option letter where most are; they are scored as they are."""
     answers = [row["completion"].strip() for row in rows]
-    odd = [one for one in answers if not (one[:1], one[-1:]) == _LETTER or len(one) != 3]
+    odd = [one for one in answers if (one[:1], one[-1:]) != _LETTER or len(one) != 3]
     if not odd or len(odd) * 2 > len(answers):
         return []
     return [f"{name}: {len(odd)} targets are no option letter: {', '.join(sorted(set(odd)))[:200]}"]
