@@ -11,6 +11,7 @@ a set to the published files; `simple` and `few-shot-N` are random draws of the 
 
 import random
 from collections.abc import Callable, Iterator
+from functools import cache
 
 from cgmerge.errors import DataError, UsageError
 from cgmerge.evals.tasks.parts import Record
@@ -56,7 +57,7 @@ def interpret(command: str) -> str:
         >>> interpret("jump opposite left after walk")
         'I_WALK I_TURN_LEFT I_TURN_LEFT I_JUMP'
     """
-    return " ".join(_actions(_parse(command)))
+    return _read(command)[0]
 
 
 def structure(command: str) -> str:
@@ -69,16 +70,17 @@ def structure(command: str) -> str:
         >>> structure("turn left twice and jump")
         '(and (twice (plain turn left)) jump)'
     """
-    return _written(_parse(command))
+    return _read(command)[1]
 
 
 def example(command: str) -> Record:
     """Write one row; `command` and `structure` are there for split makers."""
+    actions, structure_ = _read(command)
     return {
         "prompt": f"IN: {command} OUT:",
-        "completion": f" {interpret(command)}",
+        "completion": f" {actions}",
         "command": command,
-        "structure": structure(command),
+        "structure": structure_,
     }
 
 
@@ -174,52 +176,37 @@ def _phrases() -> list[str]:
     return [*VERBS, *(f"{verb} {way}" for verb in (*VERBS, "turn") for way in ways)]
 
 
-_Tree = tuple[str, tuple["_Tree", ...]]
+def _read(command: str) -> tuple[str, str]:
+    """Return the actions and the structure of a command."""
+    for word in ("and", "after"):
+        one, found, other = command.partition(f" {word} ")
+        if found:
+            halves = _sentence(one), _sentence(other)
+            first, second = halves if word == "and" else reversed(halves)
+            return f"{first[0]} {second[0]}", f"({word} {halves[0][1]} {halves[1][1]})"
+    return _sentence(command)
 
 
-def _parse(command: str) -> _Tree:
-    words = command.split()
-    for place, word in enumerate(words):
-        if word in ("and", "after"):
-            return word, (
-                _sentence(words[:place], command),
-                _sentence(words[place + 1 :], command),
-            )
-    return _sentence(words, command)
+@cache
+def _sentence(text: str) -> tuple[str, str]:
+    """Read what stands on one side of `and`; there are 102 such texts."""
+    words = text.split(" ")
+    if words[-1] in _REPEATS:
+        actions, structure_ = _phrase(words[:-1], text)
+        return " ".join([actions] * _REPEATS[words[-1]]), f"({words[-1]} {structure_})"
+    return _phrase(words, text)
 
 
-def _sentence(words: list[str], command: str) -> _Tree:
-    if words and words[-1] in _REPEATS:
-        return words[-1], (_phrase(words[:-1], command),)
-    return _phrase(words, command)
-
-
-def _phrase(words: list[str], command: str) -> _Tree:
+def _phrase(words: list[str], text: str) -> tuple[str, str]:
     if len(words) == 1 and words[0] in VERBS:
-        return words[0], ()
+        return f"I_{words[0].upper()}", words[0]
     if len(words) in (2, 3) and words[0] in (*VERBS, "turn") and words[-1] in DIRECTIONS:
         way = words[1] if len(words) == 3 else "plain"
-        if way in ("opposite", "around") or len(words) == 2:
-            return way, ((words[0], ()), (words[-1], ()))
-    raise DataError(f"not a SCAN command: {command!r}", code="scan")
-
-
-def _actions(tree: _Tree) -> list[str]:
-    label, children = tree
-    if label in ("and", "after"):
-        one, other = map(_actions, children)
-        return one + other if label == "and" else other + one
-    if label in _REPEATS:
-        return _actions(children[0]) * _REPEATS[label]
-    if not children:
-        return [] if label == "turn" else [f"I_{label.upper()}"]
-    turn = f"I_TURN_{children[1][0].upper()}"
-    done = _actions(children[0])
-    if label == "opposite":
-        return [turn, turn, *done]
-    return [turn, *done] * (4 if label == "around" else 1)
-
-
-def _written(tree: _Tree) -> str:
-    label, children = tree
-    return f"({' '.join([label, *map(_written, children)])})" if children else label
+        if len(words) == 2 or way in ("opposite", "around"):
+            done = [] if words[0] == "turn" else [f"I_{words[0].upper()}"]
+            turn = f"I_TURN_{words[-1].upper()}"
+            actions = [turn, *done] * (4 if way == "around" else 1)
+            if way == "opposite":
+                actions.insert(0, turn)
+            return " ".join(actions), f"({way} {words[0]} {words[-1]})"
+    raise DataError(f"not a SCAN command: {text!r}", code="scan")

@@ -115,9 +115,12 @@ def make_parts(suite: Suite, wanted: Wanted) -> Parts:
 
 def _scan(wanted: Wanted) -> Parts:
     rng = wanted.rng("scan")
-    train, test = ([scan.example(c) for c in part] for part in scan.split(wanted.split, rng))
+    # Rows are written after the choice: most of the time goes into them.
+    train, test = ([{"prompt": c} for c in part] for part in scan.split(wanted.split, rng))
     kept, taken = carve(train, wanted.share, wanted.rng("validation"))
-    return _shrunk(Parts(kept, taken, test), wanted)
+    chosen = _shrunk(Parts(kept, taken, test), wanted)
+    written = [[scan.example(row["prompt"]) for row in rows] for _, rows in chosen.items()]
+    return Parts(written[0], written[1], written[2])
 
 
 def _pcfg(wanted: Wanted) -> Parts:
@@ -129,6 +132,7 @@ def _arithmetic(wanted: Wanted) -> Parts:
     return arithmetic.make(wanted.split, rng, wanted.count or default, wanted.modulus)
 
 
+_MOST_CHAINS = 100_000  # a third of the inputs; drawing different ones gets slow beyond
 _CHAIN_SPLITS = ("pairs", *chains.NEW)
 _DOMAIN_SPLITS = ("mixed", "single")
 
@@ -136,6 +140,10 @@ _DOMAIN_SPLITS = ("mixed", "single")
 def _chains(wanted: Wanted) -> Parts:
     """Make rows of one skill with replay, or of all skills with unseen pairs as the test."""
     rng, count = wanted.rng("chains"), wanted.count or 3000
+    if count > _MOST_CHAINS:
+        raise UsageError(
+            f"{count:,} rows are wanted; chains have at most {_MOST_CHAINS:,}", code="n"
+        )
     held = max(1, count // 10)
     if wanted.split == "pairs":
         group: chains.Group = "new2"
@@ -143,27 +151,15 @@ def _chains(wanted: Wanted) -> Parts:
     else:
         group, skills = "new1", (wanted.split,)
     learned = _split_up(count - 2 * held, len(skills))
-    train = [r for s, n in zip(skills, learned, strict=True) for r in _own(s, rng, n)]
+    train: list[Record] = [
+        dict(r) for s, n in zip(skills, learned, strict=True) for r in chains.expert_rows(s, rng, n)
+    ]
     rows = {row["prompt"]: row for row in train}  # replay of two skills may draw the same
-    try:
-        asked = [
-            [*map(dict, chains.group_rows(group, rng, held, split=part, skills=skills))]
-            for part in ("validation", "test")
-        ]
-    except ValueError as error:
-        raise _too_many(count, error) from error
+    asked = [
+        [*map(dict, chains.group_rows(group, rng, held, split=part, skills=skills))]
+        for part in ("validation", "test")
+    ]
     return Parts(list(rows.values()), asked[0], asked[1])
-
-
-def _own(skill: str, rng: random.Random, count: int) -> list[Record]:
-    try:
-        return [dict(row) for row in chains.expert_rows(skill, rng, count)]
-    except ValueError as error:
-        raise _too_many(count, error) from error
-
-
-def _too_many(count: int, error: ValueError) -> UsageError:
-    return UsageError(f"{count:,} rows cannot be made: {error}", code="n", hint="a smaller --n")
 
 
 def _domains(wanted: Wanted) -> Parts:
