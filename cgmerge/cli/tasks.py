@@ -86,20 +86,20 @@ def tasks(
 def _list(output: Output) -> None:
     from cgmerge.evals.tasks.suites import SUITES
 
-    columns = ["suite", "what it asks", "rows", "from"]
-    rows = [[one.name, one.summary, one.sizes, one.source] for one in SUITES.values()]
-    output.table(columns, rows, words=True)
-    output.text("")
+    rows = [[one.name, one.summary, one.sizes] for one in SUITES.values()]
+    output.table(["suite", "what it asks", "rows"], rows, words=True)
     for suite in SUITES.values():
+        output.text("")
         output.text(f"{suite.name}: {', '.join(_folded(suite.splits))}")
-        output.text(f"  {'read with --from; ' if suite.reads else ''}licence {suite.licence}")
+        how = "read with --from; " if suite.reads else ""
+        output.text(f"  {suite.source}; {how}{suite.licence}")
     output.hint("make one: cgmerge tasks make scan --split length -o scan-length")
     facts = [suite.facts() for suite in SUITES.values()]
     output.result("cgmerge.tasks/1", {"suites": facts}, short="\n".join(SUITES))
 
 
 def _folded(splits: tuple[str, ...]) -> list[str]:
-    """Write runs such as few-shot-1 … few-shot-1024 as one word."""
+    """Write few-shot-1 … few-shot-1024 as one word."""
     shots = [name for name in splits if name.startswith("few-shot-")]
     others = [name for name in splits if name not in shots]
     return [*others, *([f"{shots[0]} … {shots[-1]} (powers of 2)"] if shots else [])]

@@ -26,7 +26,7 @@ def test_tasks_lists_every_suite_with_its_splits(run):
     code, out, _ = run("tasks")
     assert code == 0
     assert "few-shot-1 … few-shot-1024" in out
-    assert max(map(len, out.splitlines()[: len(SUITES) + 1])) <= 160
+    assert max(map(len, out.splitlines()[: len(SUITES) + 1])) <= 130
     assert run("tasks", "-q") == (0, "".join(f"{name}\n" for name in SUITES), "")
 
 

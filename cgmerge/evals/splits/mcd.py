@@ -67,7 +67,8 @@ def split_mcd(
         failed = 0 if search.swap(*pairs[tried % len(pairs)]) else failed + 1
         tried += 1
         progress(tried)
-    progress(MOVES)
+    if tried < MOVES:
+        progress(MOVES)
     return Made(
         (search.side == _TEST).tolist(),
         {"compound_size": size, "max_atom": MAX_ATOM, "swaps": tried},

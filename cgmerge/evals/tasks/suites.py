@@ -48,7 +48,7 @@ class Suite:
         splits: The first is the default.
         sizes: Rows, in words.
         source: Paper.
-        licence: Of the published files; the rows made here carry the licence of this program.
+        licence: Of the published files; what is generated here is nobody else's.
         reads: Whether it is read from a folder instead of being generated.
         make: Makes the rows.
     """
