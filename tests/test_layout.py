@@ -110,6 +110,8 @@ def test_import_is_light():
         ["pull"],
         ["push"],
         ["lock"],
+        ["tasks"],
+        ["split"],
         ["demo"],
         ["doctor"],
     ],
@@ -146,3 +148,14 @@ def test_compose_does_not_import_peft_or_transformers(experts):
     words = ["compose", str(experts / "E1"), str(experts / "E2"), "-o", str(experts / "o"), "-q"]
     code = f"from cgmerge.cli.app import run\nassert run({words!r}) == 0"
     assert not loaded_after(code) & {"transformers", "peft", "trl", "datasets", "accelerate"}
+
+
+def test_tasks_and_split_are_light(tmp_path):
+    out = tmp_path / "s"
+    code = (
+        "from cgmerge.cli.app import run\n"
+        "assert run(['tasks', '-q']) == 0\n"
+        f"assert run({['tasks', 'make', 'arithmetic', '--n', '50', '-o', str(out), '-q']!r}) == 0\n"
+        f"assert run({['split', str(out / 'train.jsonl'), '--by', 'iid', '-o', str(tmp_path / 'o'), '-q']!r}) == 0"  # noqa: E501
+    )
+    assert not loaded_after(code) & (HEAVY | {"numpy"})

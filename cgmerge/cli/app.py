@@ -34,8 +34,10 @@ from cgmerge.cli import (
     report,
     route,
     sharing,
+    split,
     stats,
     talking,
+    tasks,
     train,
 )
 from cgmerge.cli.command import Command
@@ -120,6 +122,8 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "report": report.report,
         "run": pipeline.run,
         "init": pipeline.init,
+        "tasks": tasks.tasks,
+        "split": split.split,
     },
     "Help": {
         "demo": demo.demo,

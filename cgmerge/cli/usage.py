@@ -74,7 +74,7 @@ def _name(param: Any, words: Sequence[str]) -> str:
     """Return the option as it was written."""
     names = [name for name in param.opts if name.startswith("-")]
     written = [n for n in names if any(w == n or w.startswith(f"{n}=") for w in words)]
-    return str((written or names or [param.human_readable_name])[0])
+    return str((written or names or [param.metavar or param.name])[0])
 
 
 def _wanted(message: str) -> str:

@@ -49,6 +49,7 @@ __all__ = [
     "encode_all",
     "end_ids",
     "read_data",
+    "read_rows",
     "render",
     "rendering",
 ]
@@ -94,6 +95,33 @@ def read_data(path: Path) -> DataFile:
         DataError: Unknown suffix, format or encoding, an empty file, or a row that cannot be used.
         Damaged: Not valid JSON, CSV or parquet.
     """
+    content, rows = _opened(path)
+    return _collect(path, rows, content)
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """Read a data file's rows as they are, whatever their columns.
+
+    Args:
+        path: As for `read_data`.
+
+    Returns:
+        The rows, in order, and the sha256 of the file.
+
+    Raises:
+        NotFound: No such file; similar names are listed.
+        DataError: Unknown suffix or encoding, or an empty file.
+        Damaged: Not valid JSON, CSV or parquet.
+    """
+    content, rows = _opened(path)
+    found = [dict(row) for _, row in rows]
+    if not found:
+        raise DataError(f"{path} holds no rows", code="empty_file", path=path)
+    return found, hashlib.sha256(content).hexdigest()
+
+
+def _opened(path: Path) -> tuple[bytes, Iterator[tuple[int, _Row]]]:
+    """Return a file's bytes, and its rows with their numbers."""
     read = _READERS.get(path.suffix.lower())
     if not path.exists():
         raise NotFound(f"no such data file: {path}", code="data", hint=_near(path), path=path)
@@ -108,7 +136,7 @@ def read_data(path: Path) -> DataFile:
             path=path,
         )
     content = read_small(fs.absolute(path), limit=MAX_BYTES, follow_links=True)
-    return _collect(path, read(content.removeprefix(_BOM), str(path)), content)
+    return content, read(content.removeprefix(_BOM), str(path))
 
 
 def _collect(path: Path, rows: Iterable[tuple[int, _Row]], content: bytes) -> DataFile:

@@ -1,6 +1,7 @@
 """Rows: what every format becomes, what is refused, and which tokens carry the loss."""
 
 import csv
+import hashlib
 import json
 import os
 
@@ -19,6 +20,7 @@ from cgmerge.modules.data import (
     encode_all,
     end_ids,
     read_data,
+    read_rows,
     render,
     rendering,
 )
@@ -418,3 +420,19 @@ class TestChat:
 def test_render_marks_what_is_learned():
     assert render(Example("copy : a =", "a"), support.make_tokenizer()) == "copy : a = ⟦a <eos>⟧"
     assert render(Example(None, "a"), support.make_tokenizer()) == "⟦a <eos>⟧"
+
+
+def test_rows_are_read_as_they_are_whatever_their_columns(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"b": [1, {"x": null}], "a": "ä"}\n\n{"c": 2}\n')
+    rows, sha256 = read_rows(path)
+    assert rows == [{"b": [1, {"x": None}], "a": "ä"}, {"c": 2}]
+    assert list(rows[0]) == ["b", "a"]
+    assert sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    (tmp_path / "e.csv").write_text("a,b\n1,x\n")
+    assert read_rows(tmp_path / "e.csv")[0] == [{"a": "1", "b": "x"}]
+    path.write_text("\n")
+    with pytest.raises(DataError, match="holds no rows"):
+        read_rows(path)
+    with pytest.raises(NotFound, match="no such data file"):
+        read_rows(tmp_path / "none.jsonl")
