@@ -157,7 +157,7 @@ def test_some_steps(trained, run):
         ("steps: 3", "stepz: 3", "unknown option 'stepz'"),
         ("steps: 3", "overwrite: true", "decided by the pipeline"),
         ("method: ties,", "method: ties, experts: nobody,", "no expert is called 'nobody'"),
-        ("eval: {data", "eval: {deta", "names no data"),
+        ("eval: {data: {up: up.jsonl, back: back.jsonl}}", "eval: {limit: 5}", "names no data"),
         ("report: false", "report: perhaps", "true or false"),
         ("scale: [0.5, 1.0]", "scale: [0.5, 0.5]", "two steps are called"),
         ("scale: [0.5, 1.0]", "scale: {a: {b: 1}}", "a value or a list"),
