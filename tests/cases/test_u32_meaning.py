@@ -33,7 +33,7 @@ def test_plain_words_in_the_plan_and_the_page(run, experts):
     assert "weight 2" in err
     code, out, _ = run("methods", "ties")
     assert code == 0
-    assert "--set density=0.2 (0.0 … 1.0)" in out
+    assert "--set density=0.2, in (0.0, 1.0]" in out
 
 
 def weighted(experts, *weights):
