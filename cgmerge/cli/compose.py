@@ -181,9 +181,17 @@ def _recipe(experts: list[str], given: dict[str, Any], params: dict[str, Any]) -
         if key in changes:
             changes[key] = parse(changes[key])
     if is_recipe(experts):
-        return _changed(read_recipe(Path(experts[0])), changes, params)
-    refs = tuple(ExpertRef(*parse_weighted(text)) for text in experts)
-    return Recipe(experts=refs, **{"method": "ties", **changes}, params=params)
+        recipe = _changed(read_recipe(Path(experts[0])), changes, params)
+    else:
+        refs = tuple(ExpertRef(*parse_weighted(text)) for text in experts)
+        recipe = Recipe(experts=refs, **{"method": "ties", **changes}, params=params)
+    if recipe.form == "model" and given.get("rank") not in (None, "exact", "auto"):
+        raise UsageError(
+            f"--rank {given['rank']} shortens adapters; a full model holds the whole sum",
+            code="rank",
+            hint="leave --rank away, or write an adapter with --as adapter",
+        )
+    return recipe
 
 
 def _own_recipe(experts: list[str]) -> list[Path]:

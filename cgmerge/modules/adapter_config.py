@@ -58,6 +58,22 @@ class AdapterConfig:
     base_name: str = ""
     fan_in_fan_out: bool = False
     task_type: str = "CAUSAL_LM"
+    targets: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+    layers: frozenset[int] | None = None
+
+    def touches(self, module: str) -> bool:
+        """Whether PEFT would put a LoRA on this module; tensors of others it drops in silence.
+
+        Only lists of plain names are understood: one string is a regex to PEFT, which the check
+        leaves alone.
+        """
+        if self.targets and not _listed(module, self.targets):
+            return False
+        if _listed(module, self.excluded):
+            return False
+        numbers = {int(part) for part in module.split(".") if part.isdecimal()}
+        return self.layers is None or not numbers or bool(numbers & self.layers)
 
     def rank_of(self, module: str) -> int:
         """Return the rank that this file claims for a module path."""
@@ -107,6 +123,9 @@ def parse_adapter_config(raw: dict[str, Any], *, source: str) -> AdapterConfig:
         base_name=_text(raw, "base_model_name_or_path", source),
         fan_in_fan_out=_flag(raw, "fan_in_fan_out", source),
         task_type=_text(raw, "task_type", source) or "CAUSAL_LM",
+        targets=_names(raw, "target_modules"),
+        excluded=_names(raw, "exclude_modules"),
+        layers=_layers(raw, source),
     )
 
 
@@ -221,6 +240,26 @@ def _alpha(value: Any, name: str, source: str) -> float:
     return float(value)
 
 
+def _names(raw: dict[str, Any], name: str) -> tuple[str, ...]:
+    """Return a list of module names; the words themselves are checked in `_refuse_unsafe`."""
+    value = raw.get(name)
+    return tuple(value) if isinstance(value, list) else ()
+
+
+def _layers(raw: dict[str, Any], source: str) -> frozenset[int] | None:
+    value = raw.get("layers_to_transform")
+    if value in (None, []):  # PEFT takes an empty list for all layers
+        return None
+    numbers = value if isinstance(value, list) else [value]
+    if not all(type(number) is int for number in numbers):
+        raise Damaged(
+            f"{source}: layers_to_transform must be a list of layer numbers, found {_shown(value)}",
+            code="config_value",
+            field="layers_to_transform",
+        )
+    return frozenset(numbers)
+
+
 def _mapping(raw: dict[str, Any], name: str, source: str) -> dict[str, Any]:
     value = raw.get(name) or {}
     if not isinstance(value, dict):
@@ -278,6 +317,10 @@ def _pattern_key(key: str, name: str, source: str) -> str:
             field=name,
         )
     return plain
+
+
+def _listed(module: str, names: tuple[str, ...]) -> bool:
+    return any(module == name or module.endswith("." + name) for name in names)
 
 
 def _lookup(patterns: dict[str, Any], module: str, default: Any) -> Any:

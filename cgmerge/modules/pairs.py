@@ -1,7 +1,7 @@
 """The tensors of an adapter: which names and shapes are factors, and which pairs they form."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -81,7 +81,27 @@ def pair_up(file: Tensors, config: AdapterConfig) -> dict[str, Pair]:
                 tensor=name,
             )
         found.setdefault(match["path"], {})[match["factor"]] = name, info
+    _check_listed(file, config, found)
     return {path: _pair(path, factors, config, file) for path, factors in sorted(found.items())}
+
+
+def _check_listed(file: Tensors, config: AdapterConfig, paths: Iterable[str]) -> None:
+    """Refuse tensors that the config rules out: PEFT would compute without them, and say nothing.
+
+    Raises:
+        Incompatible: The first five such modules.
+    """
+    stray = sorted(path for path in paths if not config.touches(path))
+    if stray:
+        raise Incompatible(
+            f"{file.path} has weights for {len(stray)} modules that {CONFIG} rules out"
+            f" (target_modules, exclude_modules or layers_to_transform): {', '.join(stray[:5])}",
+            code="config_targets",
+            hint=f"correct {CONFIG}: list what was trained, e.g. {stray[0].rsplit('.', 1)[-1]!r}",
+            path=file.path,
+            expected=list(config.targets),
+            found=stray[:5],
+        )
 
 
 def _pair(

@@ -82,6 +82,7 @@ def test_references(attack, ref):
         (["compose", "E1=1e300", "-m", "linear", "-o", "out"], 3, "overflows float32"),
         ([*ONE, "--dtype", "float64"], 2, "unknown dtype"),
         ([*ONE, "--as", "zip"], 2, "adapter or model"),
+        ([*ONE, "--as", "model", "--base", "B", "--rank", "8"], 2, "--rank 8 shortens adapters"),
         ([*ONE, "-m", "\x1b[31m"], 2, "unknown method `\\x1b[31m`"),
         ([*TWO, "-m", "tiess"], 2, "did you mean `ties`?"),
         ([*TWO, "--set", "="], 2, "KEY=VALUE"),
@@ -217,7 +218,7 @@ def test_weight_files(attack, place, name):
 
 
 def test_thousands_of_tensors_are_read_in_seconds(run, place):
-    support.edit_config(place / "E1", r=1)
+    support.edit_config(place / "E1", r=1, target_modules=["q"])
     (place / "E1" / WEIGHTS).write_bytes(factors(f"m.{i}.q" for i in range(4_000)))
     start = time.process_time()
     assert len(cases.done(run("inspect", "E1", "--json"))["modules"]) == 4_000

@@ -6,6 +6,7 @@ import os
 import pytest
 import support
 import torch
+from safetensors.torch import load_file
 
 from cgmerge.errors import Damaged, Incompatible, LimitExceeded, NotFound, Unsafe
 from cgmerge.modules.base import open_base
@@ -242,6 +243,46 @@ def test_rank_of_the_config_must_be_that_of_the_tensors(e1):
     support.edit_config(e1, r=8)
     with pytest.raises(Incompatible, match="says rank 8"):
         open_expert(str(e1))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": ["q_proj"]},
+        {"target_modules": ["model.layers.0.self_attn.v_proj", "q_proj"]},
+        {"exclude_modules": ["v_proj"]},
+        {"layers_to_transform": [0]},
+        {"layers_to_transform": 0},
+    ],
+)
+def test_weights_that_peft_would_leave_out(e1, models, fields):
+    """The oracle is PEFT: what it loads from such a folder lacks some of the file's tensors."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    support.edit_config(e1, **fields)
+    model = AutoModelForCausalLM.from_pretrained(models / "B")
+    loaded = PeftModel.from_pretrained(model, str(e1))
+    kept = {n for n, _ in loaded.named_parameters() if "lora_A" in n}
+    assert len(kept) < sum("lora_A" in name for name in load_file(e1 / "adapter_model.safetensors"))
+    with pytest.raises(Incompatible, match="modules that adapter_config.json rules out"):
+        open_expert(str(e1))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": ["self_attn.q_proj", "v_proj", "never_there"]},
+        {"target_modules": "all-linear"},
+        {"target_modules": None},
+        {"layers_to_transform": [0, 1], "exclude_modules": ["proj"]},
+        {"layers_to_transform": []},
+    ],
+)
+def test_lists_that_hold_every_weight(e1, fields):
+    before = open_expert(str(e1)).pairs
+    support.edit_config(e1, **fields)
+    assert open_expert(str(e1)).pairs == before
 
 
 def test_integer_tensors(e1):
