@@ -35,7 +35,7 @@ from cgmerge.modules.expert import open_expert
 from cgmerge.modules.layerstats import METHOD, Along, collect_layerwise
 from cgmerge.modules.loading import LoadedBase, load_base
 from cgmerge.modules.recipe import ExpertRef, Recipe
-from cgmerge.modules.stats import KINDS, collect, path_of, write_stats
+from cgmerge.modules.stats import KINDS, Kind, collect, path_of, write_stats
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "methods_tiny.json"
@@ -81,7 +81,9 @@ def demo_case(out: Path, seed: int) -> Case:
     loaded = load_base(open_base("tiny"), device="cpu", dtype="float32")
     experts = tuple(str(folder / "experts" / skill) for skill in demo.SKILLS)
     data = folder / "data"
-    write_statistics(loaded, experts, [data / f"{skill}.train.jsonl" for skill in demo.SKILLS])
+    files = [data / f"{skill}.train.jsonl" for skill in demo.SKILLS]
+    write_statistics(loaded, experts, files)
+    write_layerwise(loaded, experts, files)
     return Case(
         loaded,
         experts,
@@ -91,15 +93,19 @@ def demo_case(out: Path, seed: int) -> Case:
     )
 
 
-def write_statistics(loaded: LoadedBase, experts: Sequence[str], files: Sequence[Path]) -> None:
+def write_statistics(
+    loaded: LoadedBase,
+    experts: Sequence[str],
+    files: Sequence[Path],
+    kinds: Sequence[Kind] = KINDS,
+) -> None:
     """Write each expert's statistics on its own training rows beside it."""
     for place, path in zip(experts, files, strict=True):
         expert = open_expert(place)
         file = read_data(path)
         rows = encode_all(file.examples[:STATS_ROWS], loaded.tokenizer)
-        found = collect(loaded, expert, rows, KINDS)
+        found = collect(loaded, expert, rows, kinds)
         write_stats(expert.stats_path, found, expert, loaded, [file.sha256])
-    write_layerwise(loaded, experts, files)
 
 
 def write_layerwise(loaded: LoadedBase, experts: Sequence[str], files: Sequence[Path]) -> None:

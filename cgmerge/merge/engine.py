@@ -110,7 +110,9 @@ def make_rule(
             raise UsageError(f"`{name}` is `{spec.name}` with {key}={value}", code="parameter")
     made = spec.make_params({**given, **fixed})
     spec.check_count(experts)
-    return Rule(spec, made, tuple(spec.resolve_weights(weights, experts)), space)
+    resolved = tuple(spec.resolve_weights(weights, experts))
+    made.check(resolved)
+    return Rule(spec, made, resolved, space)
 
 
 def rule_of(name: str) -> str:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -54,6 +54,16 @@ class Params(Checked):
     scale: float = param(
         1.0, "λ: factor on the merged delta", grid=(1.0, 0.6, 0.4, 0.8, 1.3, 0.25, 1.7)
     )
+
+    def check(self, weights: Sequence[float]) -> None:
+        """Refuse values that make no sense for these experts; methods override it.
+
+        Args:
+            weights: One per expert.
+
+        Raises:
+            UsageError: Such a value.
+        """
 
 
 def build_params(kind: type[P], values: Mapping[str, Any], owner: str) -> P:

@@ -200,6 +200,12 @@ def _from_mergekit(raw: Mapping[str, Any], path: Path) -> Recipe:
     """Return the recipe of a mergekit file: a full model, as there, where the base is known."""
     found = mergekit.read(raw, str(path))
     notes = found.notes
+    first = found.experts[0][0]
+    if found.base is None and all(_is_model(ref, path) for ref, _ in found.experts):
+        # A weighted average of whole models is the same relative to any of them.
+        raw = {**raw, "base_model": first}
+        found = mergekit.read(raw, str(path))
+        notes = (*found.notes, f"the file names no base: deltas are relative to {first}")
 
     def by_tensor(tensor: mergekit.Tensor) -> tuple[tuple[float, ...], Mapping[str, Any]]:
         at = mergekit.read(raw, str(path), tensor)
@@ -217,6 +223,11 @@ def _from_mergekit(raw: Mapping[str, Any], path: Path) -> Recipe:
         notes=notes,
         by_tensor=by_tensor if found.varies else None,
     )
+
+
+def _is_model(ref: str, recipe: Path) -> bool:
+    folder = Path(located_ref(ref, recipe))
+    return (folder / "config.json").is_file() and not (folder / "adapter_config.json").exists()
 
 
 def _part(entry: Any, experts: int, path: Path) -> Part:

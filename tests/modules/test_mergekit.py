@@ -434,6 +434,25 @@ def test_without_a_base_an_adapter_is_written(experts, run):
     assert support.relative(support.dense_deltas(experts / "out"), expected) < 1e-6
 
 
+def test_whole_models_are_averaged_without_a_base(tmp_path, models, run):
+    """As in mergekit: the weighted mean of the weights themselves."""
+    weights = {"F1": 1.0, "F2": 3.0, "F3": -0.5}
+    for seed, name in enumerate(weights):
+        support.make_full(tmp_path / name, models / "B", seed=seed)
+    listed = "".join(
+        f"  - {{model: {name}, parameters: {{weight: {weight}}}}}\n"
+        for name, weight in weights.items()
+    )
+    path = written(tmp_path, f"merge_method: linear\ndtype: float32\nmodels:\n{listed}")
+    code, out, err = run("compose", path, "-o", tmp_path / "out", "--json")
+    assert code == 0, err
+    assert any("relative to F1" in warning for warning in json.loads(out)["warnings"])
+    read_in = {name: load_file(tmp_path / name / "model.safetensors") for name in weights}
+    for name, value in load_file(tmp_path / "out" / "model.safetensors").items():
+        wanted = sum(w * read_in[one][name].double() for one, w in weights.items()) / 3.5
+        assert (value - wanted).abs().max() < 1e-6, name
+
+
 def test_a_refusal_on_the_command_line(experts, merge_file, run):
     written(experts, TWO + "slices: []\n")
     code, out, err = run("compose", merge_file, "-o", experts / "out")

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from cgmerge.errors import UsageError
 from cgmerge.merge.deltas import Block, Blocks
 from cgmerge.merge.registry import About, Params, Traits, Weights, method, param
 from cgmerge.merge.signs import elect, sum_in_order
@@ -36,6 +37,17 @@ class ConsensusParams(Params):
         0.2, "share of entries each expert keeps; for multi=ties only", above=0.0, high=1.0
     )
 
+    def check(self, weights: Weights) -> None:
+        """Refuse more votes than there are experts, which would leave nothing."""
+        if self.agree > len(weights):
+            raise UsageError(
+                f"`agree` is {self.agree}, but there are {len(weights)} experts to agree:"
+                " no entry would be left",
+                code="parameter",
+                expected=len(weights),
+                found=self.agree,
+            )
+
 
 def prepare(blocks: Blocks, _weights: Weights, p: ConsensusParams) -> dict[str, list[Cut]]:
     """Find each expert's cut over its whole vector, where the multi-task vector is trimmed."""
@@ -59,7 +71,7 @@ def prepare(blocks: Blocks, _weights: Weights, p: ConsensusParams) -> dict[str, 
             " data); with multi=ties the trim keeps exactly ⌊density·d⌋ entries and cancelled"
             " votes give 0, as in `ties`"
         ),
-        use_when="three or more experts that share part of a skill; k above the experts gives 0",
+        use_when="three or more experts that share part of a skill",
     ),
     # One expert selects all that it has, but alone it is not two.
     traits=Traits(scope="model", identity={"agree": 1}),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cgmerge.merge.methods.slerp import cosine_of, interpolate
 from cgmerge.merge.registry import About, Params, Traits, Weights, method
+from cgmerge.merge.shares import shares
 
 _PARALLEL = 1e-4
 
@@ -19,6 +20,10 @@ _PARALLEL = 1e-4
 @dataclass(frozen=True, kw_only=True)
 class NuslerpParams(Params):
     """Parameters of `nuslerp`: none of its own."""
+
+    def check(self, weights: Weights) -> None:
+        """Refuse weights without a ratio."""
+        shares(weights)
 
 
 @method(
@@ -31,7 +36,7 @@ class NuslerpParams(Params):
         differs=(
             "one angle per tensor, not per row or column; straight line when |sin θ| < 1e-4"
             " (mergekit 1e-8), since nearly opposite experts would otherwise be turned into"
-            " amplified rounding errors"
+            " amplified rounding errors; weights that sum to zero are refused (mergekit: halfway)"
         ),
         use_when="two experts of unequal importance",
     ),
@@ -42,11 +47,13 @@ def coefficients(gram: Float[Tensor, "2 2"], weights: Weights, _p: NuslerpParams
 
     Args:
         gram: Inner products of the deltas, float64.
-        weights: Only their ratio counts; halfway when they sum to zero.
+        weights: Only their ratio counts.
         _p: Nothing of its own.
+
+    Raises:
+        UsageError: The weights sum to zero.
     """
-    total = weights[0] + weights[1]
-    t = weights[1] / total if abs(total) >= 1e-6 else 0.5
+    t = shares(weights)[1]
     cosine = cosine_of(gram)
     if cosine is not None and math.sqrt(1 - cosine * cosine) < _PARALLEL:
         cosine = None
