@@ -17,8 +17,8 @@ def inspect(
         list[str],
         typer.Argument(
             metavar="TARGET...",
-            help="An expert (folder or .cge), a composed adapter, or a base model; several experts"
-            " are compared",
+            help="An expert (folder or .cge), a composition, or a base model; several experts are"
+            " compared",
         ),
     ],
     base: Annotated[
@@ -42,6 +42,7 @@ def inspect(
     from cgmerge.modules.base import open_base
     from cgmerge.modules.builtin import builtin_base
     from cgmerge.modules.expert import COMPRESSED, compressed_file, is_adapter, open_expert
+    from cgmerge.modules.routing.files import is_routed
     from cgmerge.refs import local_place
 
     output = Output(as_json=as_json, quiet=quiet, verbose=verbose)
@@ -61,6 +62,11 @@ def inspect(
         from cgmerge.cli.inspectfile import inspect_file
 
         inspect_file(file, opened, output)
+        return
+    if is_routed(folder):
+        from cgmerge.cli.inspectrouted import inspect_routed
+
+        inspect_routed(folder, opened, output)
         return
     expert = open_expert(target, base=opened)
     if opened is not None:

@@ -350,3 +350,30 @@ def test_export_does_not_tell_servers_our_own_names(shelf, run, monkeypatch):
         text = (shelf / file).read_text()
         assert said in text
         assert wanted in text
+
+
+def test_inspect_tells_what_a_composition_is(shelf, run):
+    done(compose(run, "-m", "arrow", "--top-k", "2", "-o", "c"))
+    facts = done(run("inspect", "c", "--json"))
+    assert (facts["kind"], facts["method"], facts["granularity"]) == (
+        "composition",
+        "arrow",
+        "token",
+    )
+    assert facts["settings"]["top_k"] == 2
+    assert [one["name"] for one in facts["experts"]] == ["count", "reverse", "sort"]
+    assert facts["experts"][0]["sha256"] == open_expert("experts/count").digest
+    files = [path for path in (shelf / "c").rglob("*") if path.is_file()]
+    assert facts["size_bytes"] == sum(path.stat().st_size for path in files)
+    code, out, _ = run("inspect", "c")
+    assert code == 0
+    assert "every token decides" in out
+    (shelf / "c/router.safetensors").write_bytes(b"x")
+    refused(run("inspect", "c", "--json"), 3, "damaged.digest", "is not what cgmerge.json says")
+
+
+def test_inspect_names_the_tasks_of_a_table(shelf, run):
+    done(compose(run, "-m", "task", "-o", "c"))
+    facts = done(run("inspect", "c", "--json"))
+    assert facts["tasks"] == ["count", "reverse", "sort"]
+    assert facts["settings"] == {}

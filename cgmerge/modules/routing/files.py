@@ -348,7 +348,15 @@ def _open_router(folder: Path, raw: Mapping[str, Any], source: str) -> tuple[Rou
                 found=found,
             )
         tensors = _read_tensors(path)
-    return ROUTERS[kind].restore(settings, tensors), digest or ""
+    router = ROUTERS[kind].restore(settings, tensors)
+    # A field that nobody here reads may change what another version computes.
+    unknown = sorted(set(settings) - set(router.settings()))
+    unknown += sorted(set(described) - {"kind", "settings", "sha256", "experts_sha256"})
+    if unknown:
+        raise Damaged(
+            f"{source}: the router has unknown settings {', '.join(unknown[:5])}", code="router"
+        )
+    return router, digest or ""
 
 
 def _order_digest(experts: Sequence[Expert]) -> str:

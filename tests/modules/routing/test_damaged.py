@@ -78,6 +78,8 @@ def experts(tmp_path):
         {"settings": {"scope": "layer"}},
         {"settings": {"temperature": 1e-44}},
         {"settings": {"temperature": 1e300}},
+        {"settings": {"sharpness": 2.0}},
+        {"router": {"then": "something newer"}},
         {"tensors": lambda t: {name: x[:0].clone() for name, x in t.items()}},
         {"tensors": lambda t: {name: x.flatten()[0].clone() for name, x in t.items()}},
         {"tensors": lambda t: {n: x[:1].clone() if n.endswith("rows") else x
