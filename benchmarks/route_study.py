@@ -22,12 +22,15 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from cgmerge import fs
 from cgmerge.cli import app
+from cgmerge.evals.report.charts import Dot, scatter
 from cgmerge.evals.stats import wilson
+from cgmerge.evals.summary import GroupScore
 from cgmerge.evals.tasks import domains
 
 RESULTS = Path(__file__).parent / "results"
@@ -235,6 +238,40 @@ def show(lines: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+_STYLE = """svg{font:12px sans-serif;fill:#333} .grid{stroke:#e4e4e4} .diag{stroke:#bbb;
+stroke-dasharray:4 3} .whisk{stroke:#999} .num{font-weight:bold} .merge{fill:#888}
+.learned{fill:#d1813f} .router{fill:#1b6ca8} .none{fill:#333}"""
+_KINDS = {
+    "none": ("base", "expert"),
+    "merge": ("average", "task arithmetic", "ties"),
+    "learned": ("lorahub", "atlas"),
+}
+
+
+def plot(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the first group of inputs against the second, with 95 % intervals and a legend."""
+    x_name, y_name = [key for key in lines[0] if key not in ("target", "cpu_seconds")][:2]
+    dots, legend = [], []
+    for number, line in enumerate(lines, 1):
+        name = str(line["target"])
+        kind = next((k for k, words in _KINDS.items() if name.startswith(words)), "router")
+        x, y = (
+            GroupScore(c["score"], round(c["score"] * c["n"]), c["n"], c["low"], c["high"])
+            for c in (line[x_name], line[y_name])
+        )
+        dots.append(Dot(number, name, kind, x, y))
+        at = f'x="392" y="{10 + 15 * number}"'
+        legend.append(f'<text {at} class="{kind}">{number}  {escape(name)}</text>')
+    height = max(340, 30 + 15 * len(dots))
+    chart = scatter(dots, f"{x_name} inputs, share right", f"{y_name} inputs, share right")
+    placed = chart.replace("<svg ", '<svg x="0" y="0" width="360" height="330" ', 1)
+    path.write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="600" height="{height}">'
+        f'<style>{_STYLE}</style><rect width="600" height="{height}" fill="white"/>'
+        f"{placed}{''.join(legend)}</svg>\n"
+    )
+
+
 def main() -> None:
     """Run the study."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -260,6 +297,7 @@ def main() -> None:
     place = RESULTS / f"route_{options.study}.json"
     record = {"study": options.study, "seeds": len(runs), "results": lines}
     fs.replace_file(place, (json.dumps(record, indent=2) + "\n").encode())
+    plot(lines, place.with_suffix(".svg"))
     print(show(lines))
     print(f"wrote {place}")
 
