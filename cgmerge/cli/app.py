@@ -153,6 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
     # slower; on an idle one sleeping costs next to nothing.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     code = run(words)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what runs at exit has nobody to report to
     try:
         sys.stdout.flush()
     except OSError as error:  # the disk under a redirected output is full, or the reader went away

@@ -24,7 +24,9 @@ class Command(TyperCommand):
         words = list(args)
         rest = super().parse_args(ctx, args)
         written, _, _ = self.make_parser(ctx).parse_args(args=words)
+        known = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
         for param in self.params:
+            _check_word(param, written, known)
             _check_number(param, written, ctx.params.get(param.name or ""))
         return rest
 
@@ -32,6 +34,21 @@ class Command(TyperCommand):
         """Run it; shells expand `~` only at the beginning of a word, not in `--out=~/x`."""
         ctx.params = {name: _at_home(value) for name, value in ctx.params.items()}
         return super().invoke(ctx)
+
+
+def _check_word(param: Any, written: Mapping[str, Any], known: set[str]) -> None:
+    """Refuse an option that took the next one for its value, as in `-o --overwrite`."""
+    value = written.get(param.name)
+    for word in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(word, str) and word in known and param.param_type_name == "option":
+            name = next((name for name in param.opts if name.startswith("--")), param.name)
+            raise UsageError(
+                f"{name} needs a value, and the next word is the option {word}",
+                code="option",
+                hint=f"for a path that is called so, write ./{word}",
+                option=name,
+                found=word,
+            )
 
 
 def _check_number(param: Any, written: Mapping[str, Any], value: Any) -> None:

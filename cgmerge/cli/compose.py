@@ -75,10 +75,14 @@ def compose(
             help="Routed methods: take a general expert from all others first, in delta space",
         ),
     ] = None,
-    seed: options.Seed = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", help="Seed of methods that draw  [default: 0]", min=0),
+    ] = None,
     budget: Annotated[
-        int, typer.Option("--budget", help="Most merges that --tune tries", min=1)
-    ] = 16,
+        int | None,
+        typer.Option("--budget", help="Most merges that --tune tries  [default: 16]", min=1),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -129,10 +133,18 @@ def compose(
     if out is None and not dry_run:
         raise UsageError("no output folder", code="out", hint="add -o OUT (or --dry-run)")
     params = _params(settings or [], scale)
-    static = {"--scale": scale, "--rank": rank, "--as": form, "--tune": tune, "--dtype": dtype}
+    static = {
+        "--scale": scale,
+        "--rank": rank,
+        "--as": form,
+        "--tune": tune,
+        "--dtype": dtype,
+        "--budget": budget,
+    }
     static |= {"--allow-noop": allow_noop, "--allow-rounding": allow_rounding}
     asked: dict[str, Any] = {"params": params, "base": base, "examples": tuple(examples or ())}
-    asked |= {"top_k": top_k, "subtract": subtract, "seed": seed, "force_base": force_base}
+    asked |= {"top_k": top_k, "subtract": subtract, "force_base": force_base}
+    asked |= {} if seed is None else {"seed": seed}
     files = {"out": out, "overwrite": overwrite, "dry_run": dry_run}
     if run_routed_method(experts, method, asked, static, files, output):
         return
@@ -145,11 +157,14 @@ def compose(
     }
     given |= {"force_base": force_base or None, "allow_noop": allow_noop or None}
     recipe = _recipe(experts, given | {"allow_rounding": allow_rounding or None}, params)
+    recipe = _seeded(recipe, seed, params)
     learning = learning_of(recipe, examples, tuned=bool(tune))
     plan = make_plan(learning.recipe if learning else recipe)
     if learning:
         learning.check(plan)
     skills = _validation(plan, tune)
+    if budget is not None and not skills:
+        raise UsageError("--budget is how much --tune tries", code="budget", hint="add --tune FILE")
     _show_plan(plan, output, learning.method if learning else None)
     if out is not None:
         refuse_inputs(out, [*_own_recipe(experts), *_files_of(tune), *_files_of(examples)])
@@ -174,24 +189,43 @@ def _recipe(experts: list[str], given: dict[str, Any], params: dict[str, Any]) -
         parse_rank,
         read_recipe,
     )
+    from cgmerge.modules.routing.methods import find_routed
     from cgmerge.refs import parse_weighted
 
     changes = {key: value for key, value in given.items() if value is not None}
     for key, parse in (("rank", parse_rank), ("form", parse_form)):
         if key in changes:
             changes[key] = parse(changes[key])
-    if is_recipe(experts):
-        recipe = _changed(read_recipe(Path(experts[0])), changes, params)
-    else:
+    if not is_recipe(experts):
         refs = tuple(ExpertRef(*parse_weighted(text)) for text in experts)
-        recipe = Recipe(experts=refs, **{"method": "ties", **changes}, params=params)
-    if recipe.form == "model" and given.get("rank") not in (None, "exact", "auto"):
+        return Recipe(experts=refs, **{"method": "ties", **changes}, params=params)
+    recipe = read_recipe(Path(experts[0]))
+    if recipe.recorded and changes.get("form") == "model":
+        changes = {"rank": "auto", **changes}  # the rank of the adapter that the record is of
+    if find_routed(recipe.method):
         raise UsageError(
-            f"--rank {given['rank']} shortens adapters; a full model holds the whole sum",
-            code="rank",
-            hint="leave --rank away, or write an adapter with --as adapter",
+            f"{experts[0]}: `{recipe.method}` chooses between experts; recipes are of merges",
+            code="method",
+            hint=f"cgmerge compose EXPERTS -m {recipe.method}",
         )
-    return recipe
+    return _changed(recipe, changes, params)
+
+
+def _seeded(recipe: "Recipe", seed: int | None, params: dict[str, Any]) -> "Recipe":
+    """Give the seed to a rule that draws; the others draw nothing."""
+    import dataclasses
+
+    from cgmerge.merge import get_method, rule_of
+    from cgmerge.modules.learned.presets import is_learned
+
+    if seed is None or is_learned(recipe.method):
+        return recipe
+    spec, _ = get_method(rule_of(recipe.method))
+    if "seed" not in {item.name for item in dataclasses.fields(spec.params)}:
+        return recipe
+    if "seed" in params:
+        raise UsageError("--seed and --set seed are both given", code="parameter")
+    return _changed(recipe, {}, {**params, "seed": seed})
 
 
 def _own_recipe(experts: list[str]) -> list[Path]:
@@ -224,15 +258,16 @@ def _files_of(tune: list[str] | None) -> list[Path]:
     return [expanded(split_name(spec)[1]) for spec in tune]
 
 
-def _tuned(plan: "Plan", skills: "list[SkillSet]", budget: int, output: Output) -> "Recipe":
+def _tuned(plan: "Plan", skills: "list[SkillSet]", budget: int | None, output: Output) -> "Recipe":
     """Choose the open parameters on validation data; the recipe then holds them and the curve."""
     from dataclasses import replace
 
-    from cgmerge.evals.tune import tune
+    from cgmerge.evals.tune import DEFAULT_BUDGET, tune
     from cgmerge.modules.loading import load_base
 
     assert plan.base is not None
     loaded = load_base(plan.base)
+    budget = budget or DEFAULT_BUDGET
     with output.progress("tune", budget) as advance:
         found = tune(plan, loaded, skills, budget=budget, progress=advance)
     names = list(found.grids)
@@ -262,17 +297,17 @@ def _run(plan: "Plan", out: Path, *, overwrite: bool, output: Output) -> None:
     size = sum(path.stat().st_size for path in composed.out.iterdir())
     if plan.rank:
         output.line(
-            "error",
-            f"{composed.truncation_error:.4%} of ‖ΔW‖ lost to rank {plan.rank}"
+            "lost",
+            f"{composed.truncation_error:.4%} of ‖ΔW‖ {composed.norm:.4g} to rank {plan.rank}"
             + (f", {composed.rounding_error:.2%} to rounding" if composed.rounding_error else ""),
         )
         worst = max(composed.modules.items(), key=lambda item: item[1].error)
         output.detail("worst", f"{worst[0]}: {worst[1].error:.2%}")
     else:
-        output.line("error", f"{composed.rounding_error:.2%} of ‖ΔW‖ lost to rounding")
+        output.line("lost", f"{composed.rounding_error:.2%} of ‖ΔW‖ to rounding")
     for path, report in composed.modules.items():
         output.detail("module", f"{path}: norm {report.norm:.4g}, error {report.error:.3%}")
-    output.line("wrote", f"{out} ({size / 1e6:.2f} MB, ‖ΔW‖ {composed.norm:.4g})")
+    output.line("wrote", f"{out} ({size / 1e6:.2f} MB, ‖ΔW‖ {composed.written_norm:.4g})")
     output.hint(
         f"measure it: cgmerge eval {quoted(out)} --base {quoted(_base_word(plan))}"
         " --data TEST.jsonl"

@@ -58,7 +58,7 @@ def export(
     for name, path in done.adapters.items():
         output.line("adapter", f"{name}  {path}")
     if done.error:
-        output.line("error", f"{done.error:.2%} of ‖ΔW‖ lost to rank {done.rank}")
+        output.line("lost", f"{done.error:.2%} of ‖ΔW‖ to rank {done.rank}")
     output.line("wrote", str(out))
     if done.command:
         output.hint(f"in {out}: {done.command}")

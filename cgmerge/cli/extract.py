@@ -57,7 +57,7 @@ def extract(
     for path, report in found.modules.items():
         output.detail("module", f"{path}: norm {report.norm:.4g}, error {report.error:.3%}")
     size = sum(path.stat().st_size for path in out.iterdir())
-    output.line("error", f"{found.error:.4%} of ‖ΔW‖ {found.norm:.4g} is not in the adapter")
+    output.line("lost", f"{found.error:.4%} of ‖ΔW‖ {found.norm:.4g} is not in the adapter")
     output.line("wrote", f"{out} ({size / 1e6:.2f} MB, {len(found.modules)} modules)")
     output.hint(f"compare them: cgmerge eval {quoted(out)} --base {quoted(base)} --data TEST.jsonl")
     output.result("cgmerge.extract/1", {"out": str(out), **found.facts()}, short=str(out))

@@ -224,7 +224,7 @@ def refuse_routed_options(given: Mapping[str, Any], method: str) -> None:
 
 def _with_changes(request: "Request", changes: dict[str, Any]) -> "Request":
     """Let options on the command line override the request of a record."""
-    given = {key: value for key, value in changes.items() if value}
+    given = {key: value for key, value in changes.items() if value or key == "seed"}
     if "examples" in given:
         given["pinned"] = ()
     if given.get("base", request.base) != request.base:

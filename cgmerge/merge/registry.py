@@ -257,7 +257,7 @@ def get_method(name: str) -> tuple[MethodSpec, Mapping[str, Any]]:
     spec = _METHODS.get(name)
     if spec is None:
         near = nearest(name, _METHODS)
-        known = f"`cgmerge methods` lists all {len(all_methods())}"
+        known = "`cgmerge methods` lists them all"
         raise UsageError(
             f"unknown method `{name}`",
             code="method",

@@ -6,18 +6,17 @@ modules an expert touches is decided by the tensors in its file, never by a patt
 """
 
 import math
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from cgmerge.errors import Damaged, Incompatible, LimitExceeded, Unsafe
+from cgmerge.modules.module_names import PLAIN, Selection, is_key, key_fits
 from cgmerge.plain import exact
 
 MAX_RANK = 1024
 MAX_ALPHA = 1e6
 MAX_TEXT = 1000
 
-_PLAIN = re.compile(r"[\w.\-]+")
 # Fields that change what the adapter computes in ways a plain ΔW = s·B·A cannot hold.
 _REFUSED = {
     "use_dora": "DoRA rescales the base weight, which is not a low-rank delta",
@@ -58,22 +57,7 @@ class AdapterConfig:
     base_name: str = ""
     fan_in_fan_out: bool = False
     task_type: str = "CAUSAL_LM"
-    targets: tuple[str, ...] = ()
-    excluded: tuple[str, ...] = ()
-    layers: frozenset[int] | None = None
-
-    def touches(self, module: str) -> bool:
-        """Whether PEFT would put a LoRA on this module; tensors of others it drops in silence.
-
-        Only lists of plain names are understood: one string is a regex to PEFT, which the check
-        leaves alone.
-        """
-        if self.targets and not _listed(module, self.targets):
-            return False
-        if _listed(module, self.excluded):
-            return False
-        numbers = {int(part) for part in module.split(".") if part.isdecimal()}
-        return self.layers is None or not numbers or bool(numbers & self.layers)
+    selection: Selection = field(default_factory=Selection)
 
     def rank_of(self, module: str) -> int:
         """Return the rank that this file claims for a module path."""
@@ -123,9 +107,7 @@ def parse_adapter_config(raw: dict[str, Any], *, source: str) -> AdapterConfig:
         base_name=_text(raw, "base_model_name_or_path", source),
         fan_in_fan_out=_flag(raw, "fan_in_fan_out", source),
         task_type=_text(raw, "task_type", source) or "CAUSAL_LM",
-        targets=_names(raw, "target_modules"),
-        excluded=_names(raw, "exclude_modules"),
-        layers=_layers(raw, source),
+        selection=_selection(raw, source),
     )
 
 
@@ -134,7 +116,7 @@ def _refuse_unsafe(raw: dict[str, Any], source: str) -> None:
         value = raw.get(name)
         words = [value] if isinstance(value, str) else value if isinstance(value, list) else []
         for word in words:
-            if not isinstance(word, str) or not _PLAIN.fullmatch(word or "x"):
+            if not isinstance(word, str) or not PLAIN.fullmatch(word or "x"):
                 raise Unsafe(
                     f"{source}: {name} holds the pattern {str(word)[:60]!r}; patterns from files"
                     " are not evaluated",
@@ -240,10 +222,22 @@ def _alpha(value: Any, name: str, source: str) -> float:
     return float(value)
 
 
-def _names(raw: dict[str, Any], name: str) -> tuple[str, ...]:
-    """Return a list of module names; the words themselves are checked in `_refuse_unsafe`."""
-    value = raw.get(name)
-    return tuple(value) if isinstance(value, list) else ()
+def _selection(raw: dict[str, Any], source: str) -> Selection:
+    """Read which modules are meant; the words themselves were checked in `_refuse_unsafe`."""
+
+    def words(name: str) -> tuple[str, ...] | str | None:
+        value = raw.get(name)
+        return (
+            tuple(value) if isinstance(value, list) else value if isinstance(value, str) else None
+        )
+
+    names = words("layers_pattern") or ()
+    return Selection(
+        words("target_modules"),
+        words("exclude_modules"),
+        _layers(raw, source),
+        (names,) if isinstance(names, str) else names,
+    )
 
 
 def _layers(raw: dict[str, Any], source: str) -> frozenset[int] | None:
@@ -307,25 +301,19 @@ def _shown(value: Any) -> str:
 
 
 def _pattern_key(key: str, name: str, source: str) -> str:
-    """Reduce a key to a plain module suffix; PEFT itself writes `^full\\.name$` at times."""
-    plain = key.removeprefix("^").removesuffix("$").replace("\\.", ".")
-    if not _PLAIN.fullmatch(plain):
+    if not is_key(key):
         raise Unsafe(
             f"{source}: {name} has the pattern {key[:60]!r}; patterns from files are not evaluated",
             code="config_pattern",
             hint="use full module names or plain suffixes as keys",
             field=name,
         )
-    return plain
-
-
-def _listed(module: str, names: tuple[str, ...]) -> bool:
-    return any(module == name or module.endswith("." + name) for name in names)
+    return key
 
 
 def _lookup(patterns: dict[str, Any], module: str, default: Any) -> Any:
-    """First key, in file order, that is the module or a suffix of it at a dot (as in PEFT)."""
+    """Return the value of the first key, in file order, that means the module (as in PEFT)."""
     for key, value in patterns.items():
-        if module == key or module.endswith("." + key):
+        if key_fits(key, module):
             return value
     return default

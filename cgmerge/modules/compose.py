@@ -144,8 +144,14 @@ class Composed:
 
     @property
     def norm(self) -> float:
-        """Return ‖ΔW‖ over all modules."""
+        """Return ‖ΔW‖ over all modules, before it is cut to a rank."""
         return math.sqrt(sum(report.norm**2 for report in self.modules.values()))
+
+    @property
+    def written_norm(self) -> float:
+        """Return ‖ΔW‖ of what is written: the best cut to a rank is a projection."""
+        kept = (r.norm**2 * (1.0 - min(r.error, 1.0) ** 2) for r in self.modules.values())
+        return math.sqrt(sum(kept))
 
     @property
     def truncation_error(self) -> float:
@@ -268,8 +274,8 @@ def _open_base(recipe: Recipe) -> Base:
     try:
         base = open_base(recipe.base)
     except NotFound:
-        beside = recipe.folder / recipe.base if recipe.folder else None
-        if beside is None or not beside.is_dir():
+        beside = recipe.beside(recipe.base)
+        if beside is None:
             raise
         base = replace(open_base(str(beside)), ref=recipe.base)
     pinned = recipe.base_fingerprint
@@ -294,10 +300,18 @@ def _holds_full_delta(file: Path) -> bool:
 def _open_checked(item: ExpertRef, recipe: Recipe, base: Base | None) -> "AnyExpert":
     try:
         expert = _open(item.ref, recipe, base)
-    except NotFound:
-        beside = recipe.folder / item.ref if recipe.folder else None
-        if beside is None or not beside.is_dir():
+    except NotFound as missing:
+        beside = recipe.beside(item.ref)
+        if beside is None and not recipe.recorded:
             raise
+        if beside is None:
+            raise NotFound(
+                f"no such expert: {item.ref}",
+                code="expert",
+                hint="references of a record are relative to where it was made, and looked up in"
+                f" {recipe.folder} and the folders above it as well",
+                path=item.ref,
+            ) from missing
         expert = replace(_open(str(beside), recipe, base), ref=item.ref)
     if item.sha256 is not None and expert.digest != item.sha256:
         raise Damaged(

@@ -147,6 +147,9 @@ class _Writer:
         gap = torch.sub(rounded.to(torch.float32), before).sub_(delta)
         with one_thread():  # sums in parts have other last digits, and the record is kept
             found = [float(torch.linalg.vector_norm(values)) ** 2 for values in (delta, gap)]
+        if not all(map(math.isfinite, found)):  # the squares alone may be too large for float32
+            wide = torch.float64
+            found = [float(torch.linalg.vector_norm(v, dtype=wide)) ** 2 for v in (delta, gap)]
         if not math.isfinite(found[1]):
             self.reader.floats(weight.source, place, place + delta.numel())  # the base's fault?
             raise Incompatible(

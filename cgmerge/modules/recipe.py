@@ -1,6 +1,7 @@
 """Recipes: what to compose, as a request in memory, a YAML file, or the record of a result."""
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -97,10 +98,32 @@ class Recipe:
     by_tensor: ByTensor | None = field(default=None, compare=False)
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def recorded(self) -> bool:
+        """Whether it is the record of a result."""
+        return self.folder is not None
+
+    def beside(self, ref: str) -> Path | None:
+        """Return where a reference of a record lies, seen from the record's folder or above it.
+
+        The record does not say where it was made; digests tell whether it is the same thing.
+        """
+        if self.folder is None or not ref or "\0" in ref:
+            return None
+        above = Path(os.path.abspath(self.folder))  # noqa: PTH100  (links are not followed)
+        places = (place / ref for place in (above, *above.parents))
+        return next((place for place in places if place.exists()), None)
+
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UsageError(
                 f"unknown dtype {self.dtype!r}; one of {', '.join(DTYPES)}", code="dtype"
+            )
+        if self.form == "model" and isinstance(self.rank, int):
+            raise UsageError(
+                f"rank {self.rank} is for adapters; a full model holds the whole sum",
+                code="rank",
+                hint="leave the rank away, or write an adapter",
             )
         if self.form == "model" and self.base is None:
             raise UsageError(

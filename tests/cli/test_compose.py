@@ -82,7 +82,7 @@ def test_references(attack, ref):
         (["compose", "E1=1e300", "-m", "linear", "-o", "out"], 3, "overflows float32"),
         ([*ONE, "--dtype", "float64"], 2, "unknown dtype"),
         ([*ONE, "--as", "zip"], 2, "adapter or model"),
-        ([*ONE, "--as", "model", "--base", "B", "--rank", "8"], 2, "--rank 8 shortens adapters"),
+        ([*ONE, "--as", "model", "--base", "B", "--rank", "8"], 2, "rank 8 is for adapters"),
         ([*ONE, "-m", "\x1b[31m"], 2, "unknown method `\\x1b[31m`"),
         ([*TWO, "-m", "tiess"], 2, "did you mean `ties`?"),
         ([*TWO, "--set", "="], 2, "KEY=VALUE"),

@@ -23,7 +23,7 @@ class LinearParams(Params):
     "linear",
     params=LinearParams,
     about=About(
-        formula="ΔW = scale · Σ w_e ΔW_e   (no weights given: w_e = 1/experts)",
+        formula="ΔW = scale · Σ w_e ΔW_e   (no weight given: w_e = 1/experts; any: others 1)",
         paper="Model Soups (arXiv:2203.05482)",
         differs="soups average whole weights; on deltas the base cancels: the result is the same",
         use_when="experts do similar things, or as the safe first try",

@@ -132,7 +132,7 @@ def _check_skill(skill: str) -> None:
     plain = skill.strip() == skill and skill.isprintable() and len(skill.encode()) <= 100
     if not skill or not plain or "/" in skill or "\\" in skill or skill.startswith((".", "-")):
         raise UsageError(
-            f"{skill!r} cannot name a skill: 1 to 100 printable characters without slashes, "
-            "not starting with a dot or dash",
+            f"{skill[:100]!r} cannot name a skill: 1 to 100 bytes (found {len(skill.encode())}) of"
+            " printable characters without slashes, not starting with a dot or dash",
             code="skill",
         )
