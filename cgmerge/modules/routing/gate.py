@@ -3,7 +3,8 @@
 It starts at zero, where all experts say the same, and learns with all of them: pruned from the
 start, ties would always fall to the same experts and the others would get no gradient. Keeping
 only the best k of a gate that was learned with all is a gamble, so that k is chosen on the
-examples. The same seed gives the same gate on the same machine with as many threads.
+examples. Examples that are named after experts can also say who should speak (`guide`). The same seed gives the same gate on the same
+machine with as many threads.
 """
 
 from dataclasses import dataclass
@@ -16,11 +17,11 @@ from cgmerge.modules.routing.choice import Choice
 from cgmerge.modules.routing.fitting import AutoTopK, FitInput, Fitted, counts
 from cgmerge.modules.routing.learning import (
     Pruned,
-    entropy_penalty,
     failure,
     learning,
     measure,
     parameters,
+    penalised,
     places,
     prune,
     settled,
@@ -46,6 +47,12 @@ class GateParams(Checked):
     bias: bool = param(False, "also learn a constant for each expert")
     entropy: float = param(
         0.0, "factor on the mean entropy of the weights; above 0 few experts speak", low=0
+    )
+    guide: float = param(
+        0.0,
+        "factor on -log of the weight of the expert whose example it is, where files are named"
+        " after experts; 0.1 makes single skills surer and mixed inputs worse",
+        low=0,
     )
     tolerance: float = param(0.01, "top_k=auto: nats per answer token that pruning may cost", low=0)
 
@@ -110,7 +117,7 @@ def _learn(fit: FitInput, p: GateParams, router: TokenRouter, support: Support) 
 
     with (
         learning(fit.base, fit.stacks, router) as routing,
-        entropy_penalty(routing, p.entropy) as penalty,
+        penalised(routing, fit.names, entropy=p.entropy, guide=p.guide) as penalty,
     ):
         steps = Steps(
             count=total, lr=p.lr, batch=p.batch, seed=fit.seed, penalty=penalty, report=report

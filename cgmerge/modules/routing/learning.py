@@ -14,9 +14,8 @@ from cgmerge.modules.routing.attach import Routing, layer_name, layer_of, routed
 from cgmerge.modules.routing.choice import Choice
 from cgmerge.modules.routing.router import Scope, TokenRouter
 from cgmerge.modules.routing.stack import Stack
-from cgmerge.modules.routing.support import Descent, Mark, Support
+from cgmerge.modules.routing.support import Descent, Mark, Part, Support
 from cgmerge.modules.stats import frozen
-from cgmerge.modules.teacher import Batch
 
 Stacks = Mapping[str, Stack]
 
@@ -63,27 +62,49 @@ def learning(loaded: LoadedBase, stacks: Stacks, router: TokenRouter) -> Iterato
 
 
 @contextmanager
-def entropy_penalty(routing: Routing, factor: float) -> Iterator[Callable[[Batch], Tensor] | None]:
-    """Return what gives factor × the mean entropy of the weights in the last pass.
+def penalised(
+    routing: Routing, names: Sequence[str], *, entropy: float, guide: float
+) -> Iterator[Callable[[Part], Tensor] | None]:
+    """Return what gives the penalty on the weights of the last pass: a mean over modules, tokens.
 
-    Padding does not count. Yields None where the factor is 0.
+    Padding does not count. Yields None where both factors are 0.
+
+    Args:
+        routing: The routed layers.
+        names: The experts, in the order of the weights.
+        entropy: Factor on the entropy of the weights.
+        guide: Factor on −log of the weight of the expert whose example it is; examples of no
+            expert add nothing.
     """
-    if factor == 0.0:
+    if entropy == 0.0 and guide == 0.0:
         yield None
         return
     seen: list[Tensor] = []
 
-    def penalty(batch: Batch) -> Tensor:
-        counted = batch.mask.flatten().bool()
-        parts = [
-            torch.special.entr(weights.reshape(-1, weights.shape[-1])[counted]).sum(-1).mean()
-            for weights in seen
-        ]
+    def penalty(part: Part) -> Tensor:
+        found = [_penalty(weights, part, names, entropy, guide) for weights in seen]
         seen.clear()
-        return factor * torch.stack(parts).mean()
+        return torch.stack(found).mean()
 
     with routing.watched(lambda _path, weights: seen.append(weights)):
         yield penalty
+
+
+def _penalty(
+    weights: Tensor, part: Part, names: Sequence[str], entropy: float, guide: float
+) -> Tensor:
+    rows = part.batch.mask.shape[0]
+    shares = weights.reshape(rows, -1, len(names))
+    counted = part.batch.mask[:, -shares.shape[1] :].bool()  # a head sees the last positions alone
+    found: Tensor = entropy * torch.special.entr(shares[counted]).sum(-1).mean()
+    known = [row for row, skill in enumerate(part.skills) if skill in names]
+    if guide and known:
+        own = torch.tensor([names.index(part.skills[row]) for row in known], device=shares.device)
+        mine = shares[known].take_along_dim(own[:, None, None], -1)[..., 0]
+        # An expert without this module has the weight 0 here, whatever is learned.
+        logs = torch.where(mine > 0, mine.clamp_min(torch.finfo(mine.dtype).tiny).log(), 0.0)
+        found = found - guide * logs[counted[known]].sum() / counted.sum()
+    return found
 
 
 def settled(router: TokenRouter) -> TokenRouter:

@@ -48,6 +48,21 @@ class Mark:
         return {"loss": self.loss if math.isfinite(self.loss) else None, "score": self.score}
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some examples for one forward pass.
+
+    Attributes:
+        batch: Their tokens.
+        weights: What each counts, [rows], float64.
+        skills: Whose each is.
+    """
+
+    batch: Batch
+    weights: Float[Tensor, " rows"]
+    skills: Sequence[str]
+
+
 class Support:
     """Examples in batches, ready for a model.
 
@@ -63,21 +78,21 @@ class Support:
         self.model = loaded.model
         self.rows = [row for item in examples for row in item.rows]
         _check(self.rows, position_limit(loaded.model))
-        skills = [item.name for item in examples for _ in item.rows]
-        sizes = Counter(skills)
-        self.weights = [1.0 / (len(sizes) * sizes[skill]) for skill in skills]
+        self.skills = [item.name for item in examples for _ in item.rows]
+        sizes = Counter(self.skills)
+        self.weights = [1.0 / (len(sizes) * sizes[skill]) for skill in self.skills]
 
     def mark(self) -> Mark:
         """Measure the model as it is."""
         loss = score = 0.0
         with torch.no_grad():
-            for part, weight in self.parts(range(len(self.rows))):
-                losses, right = row_losses(self.model, part)
-                loss += float((losses.double() * weight).sum())
-                score += float((right.double() * weight).sum())
+            for part in self.parts(range(len(self.rows))):
+                losses, right = row_losses(self.model, part.batch)
+                loss += float((losses.double() * part.weights).sum())
+                score += float((right.double() * part.weights).sum())
         return Mark(loss, round(score, 12))  # a sum of shares: all of them are 1, not 0.999…
 
-    def parts(self, places: Sequence[int]) -> Iterator[tuple[Batch, Float[Tensor, " rows"]]]:
+    def parts(self, places: Sequence[int]) -> "Iterator[Part]":
         """Yield some examples in batches that fit into memory, with weights that sum to 1."""
         rows, vocab = self.rows, int(self.model.config.get_text_config().vocab_size)
         limit = LOGIT_BUDGET // _GRADIENT_SHARE
@@ -86,7 +101,11 @@ class Support:
         for batch in batches_of(chosen, _ROWS, lambda b: b.logits * vocab <= limit):
             weights = [self.weights[places[i]] / total for i in batch]
             made = make_batch([chosen[i] for i in batch], self.model.device)
-            yield made, torch.tensor(weights, dtype=torch.float64, device=self.model.device)
+            yield Part(
+                made,
+                torch.tensor(weights, dtype=torch.float64, device=self.model.device),
+                [self.skills[places[i]] for i in batch],
+            )
 
 
 def row_losses(
@@ -127,7 +146,7 @@ class Steps:
         lr: Step size of Adam, falling to 0 along a cosine.
         batch: Most examples in a step.
         seed: Of the order in which examples come, where not all are in every step.
-        penalty: Added to the loss of a batch; takes its mask.
+        penalty: Added to the loss of a part.
         report: Called after every step.
     """
 
@@ -135,7 +154,7 @@ class Steps:
     lr: float
     batch: int
     seed: int = 0
-    penalty: Callable[[Batch], Tensor] | None = None
+    penalty: Callable[[Part], Tensor] | None = None
     report: Callable[[], None] | None = None
 
 
@@ -193,11 +212,11 @@ class _Run:
             self.look()
         whole = 0.0
         with torch.enable_grad():
-            for batch, weights in self.support.parts(places):
-                losses, _ = row_losses(self.support.model, batch)
-                loss = (losses * weights.to(losses)).sum()
+            for part in self.support.parts(places):
+                losses, _ = row_losses(self.support.model, part.batch)
+                loss = (losses * part.weights.to(losses)).sum()
                 if self.steps.penalty is not None:
-                    loss = loss + self.steps.penalty(batch) * float(weights.sum())
+                    loss = loss + self.steps.penalty(part) * float(part.weights.sum())
                 whole += float(loss.detach())
                 loss.backward()
         if self.full:
@@ -210,11 +229,11 @@ class _Run:
         """Measure over all examples, penalties included."""
         whole = 0.0
         with torch.no_grad():
-            for batch, weights in self.support.parts(range(len(self.support.rows))):
-                losses, _ = row_losses(self.support.model, batch)
-                whole += float((losses.double() * weights).sum())
+            for part in self.support.parts(range(len(self.support.rows))):
+                losses, _ = row_losses(self.support.model, part.batch)
+                whole += float((losses.double() * part.weights).sum())
                 if self.steps.penalty is not None:
-                    whole += float(self.steps.penalty(batch)) * float(weights.sum())
+                    whole += float(self.steps.penalty(part)) * float(part.weights.sum())
         self.note(whole)
 
     def note(self, loss: float) -> None:

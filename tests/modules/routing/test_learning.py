@@ -14,10 +14,10 @@ from cgmerge.modules.encoding import Encoded
 from cgmerge.modules.routing.attach import routed
 from cgmerge.modules.routing.choice import Choice
 from cgmerge.modules.routing.learning import (
-    entropy_penalty,
     learning,
     measure,
     parameters,
+    penalised,
     places,
     prune,
     zeros,
@@ -27,7 +27,7 @@ from cgmerge.modules.routing.router import TokenRouter
 from cgmerge.modules.routing.rule import TokenRule
 from cgmerge.modules.routing.scores import Gate, Standardised
 from cgmerge.modules.routing.stack import stacks
-from cgmerge.modules.routing.support import Mark, Steps, Support, descend
+from cgmerge.modules.routing.support import Mark, Part, Steps, Support, descend
 from cgmerge.modules.teacher import make_batch
 
 SHAPES = support.pick(support.llama_shapes(), "q_proj", "k_proj", "down_proj")
@@ -60,6 +60,11 @@ def only(number):
         p: TokenRule(Gate(rows=torch.zeros(1, s.a.shape[1])), Choice()) for p, s in found.items()
     }
     return found, TokenRouter(rules)
+
+
+def part_of(rows, skills=()):
+    batch = make_batch(rows, torch.device("cpu"))
+    return Part(batch, torch.ones(len(rows), dtype=torch.float64), list(skills))
 
 
 def answer(model, prompt):
@@ -214,10 +219,10 @@ def test_an_entropy_penalty_makes_few_experts_speak(base, taught):
         params = {"steps": 25, "lr": 0.1, "entropy": factor, "top_k": "all"}
         router = fit("gate", base, taught, params).router
         with learning(base, stacks(EXPERTS), router) as routing:
-            batch = make_batch(taught[0].rows, torch.device("cpu"))
-            with entropy_penalty(routing, 1.0) as penalty:
-                base.model(input_ids=batch.ids, attention_mask=batch.mask)
-                found[factor] = float(penalty(batch))
+            part = part_of(taught[0].rows)
+            with penalised(routing, NAMES, entropy=1.0, guide=0.0) as penalty:
+                base.model(input_ids=part.batch.ids, attention_mask=part.batch.mask)
+                found[factor] = float(penalty(part))
     assert found[3.0] < 0.8 * found[0.0]
 
 
@@ -227,12 +232,45 @@ def test_entropy_is_that_of_real_tokens(base):
     router = TokenRouter(
         {p: TokenRule(Gate(rows=torch.zeros(3, s.a.shape[1])), Choice()) for p, s in found.items()}
     )
-    batch = make_batch(rs.rows(3), torch.device("cpu"))
-    with learning(base, found, router) as routing, entropy_penalty(routing, 2.0) as penalty:
-        base.model(input_ids=batch.ids, attention_mask=batch.mask)
-        assert float(penalty(batch)) == pytest.approx(2.0 * math.log(3.0), rel=1e-5)
-    with entropy_penalty(routing, 0.0) as nothing:
+    part = part_of(rs.rows(3), ("sort", "nobody", "turn"))
+    with (
+        learning(base, found, router) as routing,
+        penalised(routing, NAMES, entropy=2.0, guide=0.0) as penalty,
+    ):
+        base.model(input_ids=part.batch.ids, attention_mask=part.batch.mask)
+        assert float(penalty(part)) == pytest.approx(2.0 * math.log(3.0), rel=1e-5)
+    with penalised(routing, NAMES, entropy=0.0, guide=0.0) as nothing:
         assert nothing is None
+
+
+def test_the_guide_is_the_owners_share_of_real_tokens(base):
+    """Even weights: ln 3 for every token of a row that is an expert's, nothing for the others."""
+    found = stacks(EXPERTS)
+    router = TokenRouter(
+        {p: TokenRule(Gate(rows=torch.zeros(3, s.a.shape[1])), Choice()) for p, s in found.items()}
+    )
+    part = part_of(rs.rows(3), ("sort", "nobody", "turn"))
+    tokens = part.batch.mask.sum(1).tolist()
+    with (
+        learning(base, found, router) as routing,
+        penalised(routing, NAMES, entropy=0.0, guide=0.5) as penalty,
+    ):
+        base.model(input_ids=part.batch.ids, attention_mask=part.batch.mask)
+        share = (tokens[0] + tokens[2]) / sum(tokens)
+        assert float(penalty(part)) == pytest.approx(0.5 * share * math.log(3.0), rel=1e-5)
+
+
+def test_a_guided_gate_gives_examples_to_their_owner(base, taught):
+    owned = {}
+    for guide in (0.0, 1.0):
+        params = {"steps": 25, "lr": 0.1, "guide": guide, "top_k": "all"}
+        router = fit("gate", base, taught, params).router
+        with learning(base, stacks(EXPERTS), router) as routing:
+            part = part_of(taught[1].rows, ["copy"] * len(taught[1].rows))
+            with penalised(routing, NAMES, entropy=0.0, guide=1.0) as penalty:
+                base.model(input_ids=part.batch.ids, attention_mask=part.batch.mask)
+                owned[guide] = math.exp(-float(penalty(part)))
+    assert owned[1.0] > 10 * owned[0.0]
 
 
 def test_one_expert_needs_no_steps(base, taught):
