@@ -3,8 +3,8 @@
 It starts at zero, where all experts say the same, and learns with all of them: pruned from the
 start, ties would always fall to the same experts and the others would get no gradient. Keeping
 only the best k of a gate that was learned with all is a gamble, so that k is chosen on the
-examples. Examples that are named after experts can also say who should speak (`guide`). The same seed gives the same gate on the same
-machine with as many threads.
+examples. Examples that are named after experts can also say who should speak (`guide`). The same
+seed gives the same gate on the same machine with as many threads.
 """
 
 from dataclasses import dataclass
