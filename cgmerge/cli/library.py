@@ -1,6 +1,5 @@
 """`cgmerge ls`, `add`, `rm`, `verify`: experts kept together, by name."""
 
-from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -230,7 +229,9 @@ def verify(
 
 
 def _row(entry: "Entry") -> list[str]:
-    scores = ", ".join([f"{name} {value:.4g}" for name, value in islice(entry.scores.items(), 2)])
+    from cgmerge.modules.library.entry import own_scores
+
+    scores = ", ".join([f"{name} {value:.4g}" for name, value in own_scores(entry.scores)[:2]])
     rank = "" if entry.rank is None else str(entry.rank)
     return [entry.name, entry.kind, f"{entry.size:,}", rank, entry.base, entry.skill, scores]
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cgmerge.modules.library.entry import Entry
+from cgmerge.modules.library.entry import Entry, ordered_scores, own_scores
 
 _ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _MAX_ROWS = 500
@@ -45,7 +45,7 @@ def expert_page(entry: Entry, repo: str) -> str:
         ("parameters", f"{entry.parameters:,}"),
         ("size", size),
         ("sha256", f"`{entry.digest}`"),
-        *((name, f"{value:.6g}") for name, value in entry.scores.items()),
+        *((name, f"{value:.6g}") for name, value in ordered_scores(entry.scores)),
     ]
     rows = [f"| {_cell(key)} | {_cell(value)} |" for key, value in facts if value]
     lines = [*_front([entry]), "", f"# {title}", "", "| | |", "|---|---|", *rows, "", *how, ""]
@@ -120,7 +120,7 @@ def _field(key: str, value: Any) -> str:
 
 
 def _scores(entry: Entry) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in list(entry.scores.items())[:3])
+    return ", ".join(f"{name} {value:.4g}" for name, value in own_scores(entry.scores)[:3])
 
 
 def _cell(text: str) -> str:
