@@ -210,7 +210,8 @@ def _validation(plan: "Plan", tune: list[str] | None) -> "list[SkillSet]":
     if not tune:
         return []
     if plan.base is None:
-        raise UsageError("--tune scores merges on the base", code="base", hint="add --base BASE")
+        hint = f"add --base {_base_word(plan)}"
+        raise UsageError("--tune scores merges on the base", code="base", hint=hint)
     check_open(plan)
     return read_skills(tune)
 
@@ -274,8 +275,7 @@ def _run(plan: "Plan", out: Path, *, overwrite: bool, output: Output) -> None:
         output.detail("module", f"{path}: norm {report.norm:.4g}, error {report.error:.3%}")
     output.line("wrote", f"{out} ({size / 1e6:.2f} MB, ‖ΔW‖ {composed.norm:.4g})")
     output.hint(
-        f"measure it: cgmerge eval {quoted(out)} --base {quoted(_base_word(plan))}"
-        " --data TEST.jsonl"
+        f"measure it: cgmerge eval {quoted(out)} --base {_base_word(plan)} --data TEST.jsonl"
     )
     output.result("cgmerge.compose/1", {"out": str(out), **describe(composed)}, short=str(out))
 
@@ -375,4 +375,6 @@ def _changed(recipe: "Recipe", changes: dict[str, Any], params: dict[str, Any]) 
 
 
 def _base_word(plan: "Plan") -> str:
-    return plan.base.ref if plan.base else "BASE"
+    from cgmerge.modules.usage import base_names, base_word
+
+    return base_word(plan.base.ref if plan.base else None, base_names(plan.experts))

@@ -1,7 +1,7 @@
 """`cgmerge compress`: an expert as one small file."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cgmerge.modules.base import Base
     from cgmerge.modules.compress.modes import Encoded, Options
     from cgmerge.modules.compress.pack import Maker, Plan
+    from cgmerge.modules.expert import Expert
 
 _UNITS = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3,
           "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}  # fmt: skip
@@ -120,7 +121,7 @@ def compress(
         from cgmerge.cli.compressfull import compress_full
 
         full = plan_full(expert, request, opened)
-        skills = _validation(opened, calibrate)
+        skills = _validation(opened, calibrate, [])
         _check_out([full.expert.folder, *_files(calibrate)], opened, out, overwrite=overwrite)
         compress_full(full, None if dry_run else out, skills, overwrite=overwrite, output=output)
         return
@@ -134,7 +135,7 @@ def compress(
         _lossless(plan, None if dry_run else out, overwrite=overwrite, output=output)
         return
     plan = make_plan(expert, request, opened, force_base=force_base)
-    skills = _validation(opened, calibrate)
+    skills = _validation(opened, calibrate, [plan.expert])
     _check_out([plan.expert.folder, *_files(calibrate)], opened, out, overwrite=overwrite)
     _show(plan, output)
     if dry_run or out is None:
@@ -275,14 +276,17 @@ def _files(calibrate: list[str] | None) -> list[Path]:
     return [expanded(split_name(spec)[1]) for spec in calibrate or ()]
 
 
-def _validation(base: "Base | None", calibrate: list[str] | None) -> "list[SkillSet]":
+def _validation(
+    base: "Base | None", calibrate: list[str] | None, experts: "Sequence[Expert]"
+) -> "list[SkillSet]":
     from cgmerge.evals.suite import read_skills
+    from cgmerge.modules.usage import base_names, base_word
 
     if not calibrate:
         return []
     if base is None:
         raise UsageError("--calibrate scores the expert on its base", code="base",
-                         hint="add --base BASE")  # fmt: skip
+                         hint=f"add --base {base_word(None, base_names(experts))}")  # fmt: skip
     return read_skills(calibrate)
 
 

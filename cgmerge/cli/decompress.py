@@ -65,7 +65,7 @@ def decompress(
         output.warn(warning)
     facts = {"weights": found.weights, "rounding_error": found.composed.rounding_error}
     _report(file, out, found.size, found.mode, f"{found.weights} weights changed", output)
-    output.hint(f"measure it: {_evaluation(out, opened.ref)}")
+    output.hint(f"measure it: {_evaluation(out, opened)}")
     known: dict[str, Any] = {"id": opened.ref, "fingerprint": opened.fingerprint}
     _finish(file, out, found.size, found.mode, facts | {"kind": "model", "base": known}, output)
 
@@ -93,15 +93,17 @@ def _adapter(
     found = expand(file, out, overwrite=overwrite, base=base, force_base=force_base)
     mode = found.manifest["method"]["mode"]
     _report(file, out, found.size, mode, f"rank {found.rank}, {found.modules} modules", output)
-    output.hint(f"measure it: {_evaluation(out, found.manifest['base']['id'])}")
+    output.hint(f"measure it: {_evaluation(out, base, found.manifest['base']['id'])}")
     facts = {"modules": found.modules, "rank": found.rank, "base": found.manifest["base"]}
     _finish(file, out, found.size, mode, {"kind": "adapter", **facts}, output)
 
 
-def _evaluation(out: Path, base: str) -> str:
+def _evaluation(out: Path, base: "Base | None", called: str = "") -> str:
+    from cgmerge.modules.usage import base_word
     from cgmerge.quoting import quoted
 
-    return f"cgmerge eval {quoted(out)} --base {quoted(base)} --data TEST.jsonl"
+    word = base_word(base.ref if base else None, [called])
+    return f"cgmerge eval {quoted(out)} --base {word} --data TEST.jsonl"
 
 
 def _report(file: Path, out: Path, size: int, mode: str, what: str, output: Output) -> None:

@@ -105,10 +105,6 @@ def learning_of(recipe: "Recipe", examples: list[str] | None, *, tuned: bool) ->
             code="tune",
         )
     settings = make_auto(recipe.params) if method == AUTO else make_learner(method, recipe.params)
-    if recipe.base is None:
-        raise UsageError(
-            f"method `{method}` runs the base on the examples", code="base", hint="add --base BASE"
-        )
     plain = replace(recipe, method="task-arithmetic", params={})
     return Learning(method, settings, read_skills(examples), plain)
 

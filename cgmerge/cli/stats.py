@@ -198,8 +198,8 @@ def _open(
             raise UsageError(
                 f"{ref} is a full model; statistics are those of adapters",
                 code="full_model",
-                hint=f"make an adapter of it: cgmerge extract {quoted(ref)} --base BASE --rank 16"
-                " -o OUT",
+                hint=f"make an adapter of it: cgmerge extract {quoted(ref)}"
+                f" --base {quoted(base.ref)} --rank 16 -o OUT",
             )
     pairs = [parse_weighted(ref) if kind == LAYERWISE else (ref, None) for ref in refs]
     found = [open_expert(ref, base=base) for ref, _ in pairs]

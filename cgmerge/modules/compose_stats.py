@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from cgmerge.errors import NotFound, UsageError
 from cgmerge.modules.expert import Expert
+from cgmerge.modules.usage import base_names, base_word
 from cgmerge.quoting import quoted
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def open_stats(
         except NotFound:
             missing.append(expert)
     if missing:
-        _ask_for(missing, adapters, rule, base or "BASE")
+        _ask_for(missing, adapters, rule, base_word(base, base_names(adapters)))
     if kind == "layerwise":
         from cgmerge.modules.layerstats import Along
 
@@ -70,7 +71,7 @@ def _ask_for(
 
     kind = rule.spec.traits.stats or ""
     lines = [
-        f"cgmerge stats {quoted(expert.ref)} --base {quoted(base)} --data FILE"
+        f"cgmerge stats {quoted(expert.ref)} --base {base} --data FILE"
         + (" --overwrite" if path_of(expert, kind).exists() else "")
         for expert in missing
     ]
@@ -81,9 +82,7 @@ def _ask_for(
             for expert, weight in zip(experts, rule.weights, strict=True)
         ]
         files = " ".join(["FILE"] * len(experts))
-        lines = [
-            f"cgmerge stats {' '.join(words)} --base {quoted(base)} --data {files} --kind layerwise"
-        ]
+        lines = [f"cgmerge stats {' '.join(words)} --base {base} --data {files} --kind layerwise"]
         if len(missing) < len(experts):
             lines[0] += " --overwrite"
     commands = "\n  ".join(lines)

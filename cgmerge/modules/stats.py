@@ -22,6 +22,7 @@ from cgmerge.modules.attach import attached
 from cgmerge.modules.encoding import Encoded
 from cgmerge.modules.expert import Expert
 from cgmerge.modules.loading import LoadedBase
+from cgmerge.modules.usage import base_names, base_word
 from cgmerge.quoting import quoted
 from cgmerge.tensorfile import TensorFile
 
@@ -189,8 +190,8 @@ class StatsFile(Mapping[str, Tensor]):
             raise Incompatible(
                 f"{path} belongs to another expert, or to an earlier state of {expert.name}",
                 code="stats",
-                hint=f"compute them again: cgmerge stats {quoted(expert.ref)} --base BASE"
-                " --data FILE",
+                hint=f"compute them again: cgmerge stats {quoted(expert.ref)}"
+                f" --base {base_word(None, base_names([expert]))} --data FILE --overwrite",
                 path=path,
                 expected=expert.digest,
                 found=self.content["expert"],

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cgmerge.modules.library.entry import Entry, ordered_scores, own_scores
+from cgmerge.modules.usage import peft_snippet
 
 _ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _MAX_ROWS = 500
@@ -21,15 +22,7 @@ def expert_page(entry: Entry, repo: str) -> str:
     title = entry.skill or entry.name
     base = entry.base or "an unnamed base model"
     if entry.kind == "peft":
-        how = [
-            "```python",
-            "from peft import PeftModel",
-            "from transformers import AutoModelForCausalLM",
-            "",
-            f"base = AutoModelForCausalLM.from_pretrained({json.dumps(entry.base)})",
-            f'model = PeftModel.from_pretrained(base, "{repo}")',
-            "```",
-        ]
+        how = ["```python", peft_snippet(entry.base, repo), "```"]
     else:
         how = [
             "```sh",

@@ -4,6 +4,7 @@ import json
 
 from cgmerge.modules.card import ExpertCard
 from cgmerge.modules.training.plan import Plan
+from cgmerge.modules.usage import peft_snippet
 
 _TEMPLATE = """\
 ---
@@ -29,11 +30,10 @@ with cgmerge {version}.
 {scores}
 `expert.json` holds every setting, the digests of data and files, and the fingerprint of the base.
 
-```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
+In this folder:
 
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("BASE"), "THIS_FOLDER")
+```python
+{snippet}
 ```
 """
 
@@ -67,4 +67,5 @@ def readme(card: ExpertCard, plan: Plan) -> str:
         seed=settings.seed,
         loss=card.metrics["loss"],
         scores=line,
+        snippet=peft_snippet(card.base.name, "."),
     )
