@@ -55,7 +55,7 @@ def train_together(
     from cgmerge.modules.modular.plan import check_modular_out, make_modular_plan
     from cgmerge.modules.modular.run import train_modular
     from cgmerge.modules.modular.settings import read_modular
-    from cgmerge.modules.training.recipe import read_recipe
+    from cgmerge.modules.training.recipe import check_data, read_recipe
 
     params, rank = read_modular(modular)
     if rank is not None and chosen.get("rank", rank) != rank:
@@ -63,7 +63,9 @@ def train_together(
             f"--rank {chosen['rank']} and --modular rank={rank} contradict each other", code="rank"
         )
     changes = chosen if rank is None else {**chosen, "rank": rank}
-    plan = make_modular_plan(read_recipe(recipe, changes), params)
+    settings = read_recipe(recipe, changes)
+    check_data(recipe, settings, changes)
+    plan = make_modular_plan(settings, params)
     check_modular_out(plan, overwrite=overwrite)
     _say_plan(plan, output)
     if dry_run:

@@ -84,7 +84,7 @@ def run(
 
       cgmerge run pipeline.yml --only 'train-*'
     """
-    from cgmerge.evals.pipeline.config import read_pipeline
+    from cgmerge.evals.pipeline.config import check_there, read_pipeline
     from cgmerge.evals.pipeline.run import State, command_of, run_steps, table_of
     from cgmerge.evals.pipeline.steps import identities, plan_steps
     from cgmerge.modules.base import open_base
@@ -94,6 +94,7 @@ def run(
         raise UsageError("--address is for --executor ray", code="option")
     pipeline = read_pipeline(file)
     steps = plan_steps(pipeline, _options())
+    check_there(pipeline)
     base = open_base(pipeline.base)
     state = State(pipeline.out, identities(steps, (pipeline.base, base.fingerprint)))
     chosen = _chosen(steps, only or [], file)
