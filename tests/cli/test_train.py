@@ -183,7 +183,23 @@ class TestErrors:
 
     def test_existing_output_and_other_run(self, run, words, place, tmp_path):
         assert run(*words("-q"))[0] == 0
-        self.check(run(*words("--json")), 2, "usage.out_exists")
+        error = self.check(run(*words("--json")), 2, "usage.out_exists")
+        assert error["message"].endswith("the expert that this very command made")
+        for more, name in ((["--lr", "0.002"], "lr"), (["--skill", "other"], "skill")):
+            error = self.check(run(*words("--json", *more)), 2, "usage.out_exists")
+            assert list(error["expected"]) == list(error["found"]) == [name]
+            there, now = error["expected"][name], error["found"][name]
+            assert error["message"].splitlines()[1:] == [f"  {name}: {there} there, {now} now"]
+            assert str(now) == more[1]
+            assert "--overwrite" in error["hint"]
+        rows = place / "more.jsonl"
+        rows.write_text('{"prompt": "copy : a =", "completion": "a"}\n' * 4)
+        error = self.check(run(*words("--json", "--data", rows)), 2, "usage.out_exists")
+        assert {"data", "tokens"} <= set(error["found"])
+        card = tmp_path / "expert/expert.json"
+        card.write_text("{}")
+        error = self.check(run(*words("--json")), 2, "usage.out_exists")
+        assert error["message"].endswith("exists already")
         assert run(*words("-q", "--overwrite"))[0] == 0
         work = WorkFolder(tmp_path / "second")
         work.open({"rank": 64})
