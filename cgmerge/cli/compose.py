@@ -9,6 +9,7 @@ from cgmerge.cli import options
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
 from cgmerge.quoting import quoted
+from cgmerge.shown import score_text
 
 if TYPE_CHECKING:
     from cgmerge.evals.suite import SkillSet
@@ -241,14 +242,14 @@ def _tuned(plan: "Plan", skills: "list[SkillSet]", budget: int, output: Output) 
         [
             *[f"{trial.params[name]:g}" if name == "scale" else str(trial.params[name])
               for name in names],
-            f"{trial.score:.3f}", f"{trial.loglik:.3f}", "←" if trial is found.best else "",
+            score_text(trial.score, 3), f"{trial.loglik:.3f}", "←" if trial is found.best else "",
         ]
         for trial in found.trials
     ]  # fmt: skip
     output.table([*names, "score", "log-lik", ""], rows)
     chosen = ", ".join(f"{name}={found.best.params[name]}" for name in names)
     items = sum(len(skill.examples) for skill in skills)
-    output.line("tuned", f"{chosen}: {found.best.score:.3f} on {items} validation items")
+    output.line("tuned", f"{chosen}: {score_text(found.best.score, 3)} on {items} validation items")
     params = {**plan.recipe.params, **found.best.params}
     return replace(plan.recipe, params=params, tuning=found.record())
 

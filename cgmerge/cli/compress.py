@@ -13,6 +13,7 @@ from cgmerge.cli.compressreport import SCHEMA, report, warn_of, warn_of_unused
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
 from cgmerge.quoting import quoted
+from cgmerge.shown import score_text
 
 if TYPE_CHECKING:
     from cgmerge.evals.compression import Kept
@@ -226,7 +227,7 @@ def _calibrated(
         output.line(
             "tuned",
             f"{'α' if plan.mode == 'compeft' else 'strength'} {best.multiplier:.3g}, density"
-            f" {best.density:.3f}: {best.score[0]:.3f} ({len(tuned.trials)} tried)",
+            f" {best.density:.3f}: {score_text(best.score[0], 3)} ({len(tuned.trials)} tried)",
         )
         return tuned.encoded
 

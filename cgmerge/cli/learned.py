@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
+from cgmerge.shown import score_text
 
 if TYPE_CHECKING:
     from cgmerge.evals.suite import SkillSet
@@ -129,7 +130,8 @@ def _show(made: "Made", method: str, given: list[int], output: Output) -> None:
         marks = {**names, "average": tuning["average"], method: tuning["learned"]}
         for name, mark in marks.items():
             output.detail(
-                "seen", f"{name}: right {mark['score']:.2f}, objective {mark['objective']:.4f}"
+                "seen",
+                f"{name}: right {score_text(mark['score'])}, objective {mark['objective']:.4f}",
             )
         before, after = tuning["base"]["objective"], tuning["learned"]["objective"]
         output.line(
@@ -141,7 +143,12 @@ def _show(made: "Made", method: str, given: list[int], output: Output) -> None:
         folds = tuning["crossvalidation"]["folds"]
         chosen = tuning.get("chosen", method)
         rows = [
-            [row.name, f"{row.score:.3f}", f"{row.loss:.3f}", "←" if row.name == chosen else ""]
+            [
+                row.name,
+                score_text(row.score, 3),
+                f"{row.loss:.3f}",
+                "←" if row.name == chosen else "",
+            ]
             for row in made.table
         ]
         output.table(["left-out examples", "right", "loss", ""], rows)

@@ -8,6 +8,7 @@ from cgmerge.cli.output import Output
 from cgmerge.cli.training import Voice, score_rows
 from cgmerge.errors import UsageError
 from cgmerge.quoting import quoted
+from cgmerge.shown import score_text
 
 if TYPE_CHECKING:
     from cgmerge.modules.modular.plan import ModularPlan
@@ -119,8 +120,8 @@ def _say_result(plan: "ModularPlan", result: "ModularResult", output: Output) ->
         if scores is not None:
             output.line(
                 "eval",
-                f"{name}: exact match {scores['exact_match']:.3f} (base"
-                f" {scores['base_exact_match']:.3f}), loss {scores['loss']:.4f} (base"
+                f"{name}: exact match {score_text(scores['exact_match'], 3)} (base"
+                f" {score_text(scores['base_exact_match'], 3)}), loss {scores['loss']:.4f} (base"
                 f" {scores['base_loss']:.4f}) on {scores['n']} rows",
             )
     names = result.composition.names

@@ -11,6 +11,7 @@ from cgmerge.cli import options
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
 from cgmerge.quoting import quoted
+from cgmerge.shown import score_text
 
 if TYPE_CHECKING:
     from cgmerge.evals.pipeline.run import Executor, State
@@ -226,7 +227,7 @@ def _show_results(rows: list[dict[str, Any]], output: Output) -> None:
     skills = list(dict.fromkeys(str(row["skill"]) for row in rows))
     table: dict[str, dict[str, str]] = {}
     for row in rows:
-        table.setdefault(str(row["target"]), {})[str(row["skill"])] = f"{row['score']:.2f}"
+        table.setdefault(str(row["target"]), {})[str(row["skill"])] = score_text(row["score"])
     if table:
         output.table(
             ["target", *skills],

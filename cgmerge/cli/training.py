@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cgmerge.cli.output import Output, Progress
 from cgmerge.quoting import quoted
+from cgmerge.shown import score_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -187,8 +188,9 @@ def _say_result(plan: "Plan", result: "TrainResult", output: Output, *, trained:
     if scores is not None:
         output.line(
             "eval",
-            f"exact match {scores['exact_match']:.3f} (base {scores['base_exact_match']:.3f}), "
-            f"loss {scores['loss']:.4f} (base {scores['base_loss']:.4f}) on {scores['n']} rows",
+            f"exact match {score_text(scores['exact_match'], 3)}"
+            f" (base {score_text(scores['base_exact_match'], 3)}), loss {scores['loss']:.4f}"
+            f" (base {scores['base_loss']:.4f}) on {scores['n']} rows",
         )
     output.line("wrote", f"{plan.settings.out} ({_size(result.size)})")
 

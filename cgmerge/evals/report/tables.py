@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from cgmerge.evals.record import Comparison, Mean, Result
-from cgmerge.evals.report.labels import labels, numbers_in, p_value
+from cgmerge.evals.report.labels import labels, p_value
 from cgmerge.evals.report.sections import Key, Section, column_labels, significant
 from cgmerge.evals.summary import GroupScore
+from cgmerge.shown import score_text
 
 _STEPS = 10
 _MARKS = {1: "▲", 0: "", -1: "▼"}
@@ -100,9 +101,9 @@ def signed(value: float, *, plus: bool = False) -> str:
 
     Example:
         >>> signed(-0.125), signed(0.5, plus=True), signed(-0.001)
-        ('−0.12', '+0.50', '0.00')
+        ('−0.13', '+0.50', '0.00')
     """
-    text = numbers_in(value)
+    text = score_text(value)
     sign = "+" if plus and float(text) > 0 else ""
     return sign + text.replace("-", "−")
 

@@ -26,6 +26,7 @@ from cgmerge.modules.learned.presets import Learner
 from cgmerge.modules.recipe import Part, Recipe
 from cgmerge.modules.usage import base_names, base_word
 from cgmerge.quoting import quoted
+from cgmerge.shown import score_text
 
 if TYPE_CHECKING:
     from cgmerge.modules.loading import LoadedBase
@@ -243,8 +244,8 @@ def _doubts(table: Sequence[Row]) -> list[str]:
         return []
     doubt = (
         f"on examples that were left out, {best.name} is better than what {own.name} learned"
-        f" (right {best.score:.2f} against {own.score:.2f}, loss {best.loss:.3f} against"
-        f" {own.loss:.3f}); more examples may help"
+        f" (right {score_text(best.score)} against {score_text(own.score)}, loss"
+        f" {best.loss:.3f} against {own.loss:.3f}); more examples may help"
     )
     return [doubt]
 

@@ -5,6 +5,7 @@ import json
 from cgmerge.modules.card import ExpertCard
 from cgmerge.modules.training.plan import Plan
 from cgmerge.modules.usage import peft_snippet
+from cgmerge.shown import score_text
 
 _TEMPLATE = """\
 ---
@@ -50,8 +51,9 @@ def readme(card: ExpertCard, plan: Plan) -> str:
     line = ""
     if scores is not None:
         line = (
-            f"| evaluation | exact match {scores['exact_match']:.3f} on {scores['n']} rows "
-            f"(base {scores['base_exact_match']:.3f}) |\n"
+            f"| evaluation | exact match {score_text(scores['exact_match'], 3)} on"
+            f" {scores['n']} rows"
+            f" (base {score_text(scores['base_exact_match'], 3)}) |\n"
         )
     return _TEMPLATE.format(
         base=json.dumps(card.base.name, ensure_ascii=False),
