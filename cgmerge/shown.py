@@ -1,6 +1,7 @@
-"""Scores as people read them: rounded as on paper, the same in every table, page and line."""
+"""Scores, counts and lists as people read them, the same in every table, page and message."""
 
 import math
+from collections.abc import Iterable
 from decimal import ROUND_HALF_UP, Decimal
 
 _NOISE = 12
@@ -41,3 +42,33 @@ def share_text(value: float) -> str:
         '13%'
     """
     return f"{score_text(100.0 * value, 0)}%"
+
+
+def some_of(names: Iterable[str], most: int = 5, *, between: str = ", ") -> str:
+    """Join names for a message; of a long list the first ones, and how many more there are.
+
+    Args:
+        names: In their order.
+        most: So many are written.
+        between: What separates them; with a line end in it the rest has a line of its own.
+
+    Example:
+        >>> some_of("abc", 2), some_of("ab", 2)
+        ('a, b and 1 more', 'a, b')
+    """
+    known = list(names)
+    text = between.join(known[:most])
+    more = len(known) - most
+    if more <= 0:
+        return text
+    return f"{text}{between if chr(10) in between else ' '}and {more:,} more"
+
+
+def counted(count: int, one: str, many: str | None = None) -> str:
+    """Write a number of things.
+
+    Example:
+        >>> counted(1, "expert"), counted(1200, "expert"), counted(0, "entry", "entries")
+        ('1 expert', '1,200 experts', '0 entries')
+    """
+    return f"{count:,} {one if count == 1 else many or one + 's'}"

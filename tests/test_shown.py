@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgmerge.shown import score_text, share_text
+from cgmerge.shown import counted, score_text, share_text, some_of
 
 ROOT = Path(__file__).parent.parent / "cgmerge"
 
@@ -42,6 +42,39 @@ def test_signs_and_digits():
     ]  # fmt: skip
     assert score_text(float("inf"), plus=True) == "+inf"
     assert [share_text(x) for x in (0.0, 0.125, 0.115, 1.0)] == ["0%", "13%", "12%", "100%"]
+
+
+def test_long_lists_say_how_much_is_left_out():
+    names = [f"m{i}" for i in range(9)]
+    assert some_of(names) == "m0, m1, m2, m3, m4 and 4 more"
+    assert some_of(names[:6]) == "m0, m1, m2, m3, m4 and 1 more"
+    assert some_of(names[:5]) == "m0, m1, m2, m3, m4"
+    assert some_of([]) == ""
+    assert some_of((str(i) for i in range(2000)), 1) == "0 and 1,999 more"
+    assert some_of("abc", 2, between="\n  ") == "a\n  b\n  and 1 more"
+
+
+def test_counts():
+    assert [counted(n, "row") for n in (0, 1, 2, 1000)] == [
+        "0 rows",
+        "1 row",
+        "2 rows",
+        "1,000 rows",
+    ]
+    assert counted(3, "entry", "entries") == "3 entries"
+    assert counted(1, "object belongs", "objects belong") == "1 object belongs"
+
+
+def test_no_message_cuts_a_list_without_a_word():
+    """`', '.join(names[:5])` reads as if there were no more."""
+    pattern = re.compile(r"""["'](?:, |; |\\n *)["']\.join\([^\n]*\[:(?:[0-9]+|_?[A-Z]\w*)\]\)""")
+    found = {
+        path.name: match[0]
+        for path in sorted(ROOT.rglob("*.py"))
+        for match in pattern.finditer(path.read_text())
+    }
+    # They say it in words of their own: `…`, or a line of its own; the best scores of a page.
+    assert set(found) <= {"outputs.py", "page.py"}, found
 
 
 @given(st.integers(0, 10_000), st.integers(1, 10_000), st.integers(0, 4))

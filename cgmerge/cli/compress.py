@@ -13,7 +13,7 @@ from cgmerge.cli.compressreport import SCHEMA, report, warn_of, warn_of_unused
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
 from cgmerge.quoting import quoted
-from cgmerge.shown import score_text
+from cgmerge.shown import counted, score_text
 
 if TYPE_CHECKING:
     from cgmerge.evals.compression import Kept
@@ -249,7 +249,8 @@ def _write_again(plan: "Plan", out: Path, *, overwrite: bool, output: Output) ->
 def _show(plan: "Plan", output: Output) -> None:
     expert = plan.expert
     ranks = "/".join(map(str, expert.ranks))
-    output.line("plan", f"{plan.mode}: {expert.name}, rank {ranks}, {len(expert.pairs)} modules,"
+    modules = counted(len(expert.pairs), "module")
+    output.line("plan", f"{plan.mode}: {expert.name}, rank {ranks}, {modules},"
                 f" {plan.entries:,} parameters")  # fmt: skip
     for warning in plan.warnings:
         output.warn(warning)

@@ -12,7 +12,7 @@ from cgmerge.cli import options
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
 from cgmerge.plain import exact
-from cgmerge.shown import score_text
+from cgmerge.shown import counted, score_text
 
 if TYPE_CHECKING:
     from cgmerge.evals.record import Evaluation, Record, Result
@@ -182,7 +182,9 @@ def _say_what(
     for target in targets:
         output.line("target", f"{target.name}  {target.kind}  sha256 {target.digest[:12]}")
     for skill in skills:
-        output.line("skill", f"{skill.name}  {len(skill.examples)} items from {skill.source}")
+        output.line(
+            "skill", f"{skill.name}  {counted(len(skill.examples), 'item')} from {skill.source}"
+        )
 
 
 def _finish_dry_run(

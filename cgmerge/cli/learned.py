@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
-from cgmerge.shown import score_text
+from cgmerge.shown import counted, score_text
 
 if TYPE_CHECKING:
     from cgmerge.evals.suite import SkillSet
@@ -48,7 +48,7 @@ class Learning:
 
         assert plan.base is not None
         count = sum(len(skill.examples) for skill in self.skills)
-        output.line("learn", f"{self.method} from {count} examples")
+        output.line("learn", f"{self.method} from {counted(count, 'example')}")
         for key, value in asdict(self.settings).items():
             output.detail("means", f"{key}={value}")
         made = self._made(plan, load_base(plan.base), output)

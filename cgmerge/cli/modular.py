@@ -8,7 +8,7 @@ from cgmerge.cli.output import Output
 from cgmerge.cli.training import Voice, score_rows
 from cgmerge.errors import UsageError
 from cgmerge.quoting import quoted
-from cgmerge.shown import score_text
+from cgmerge.shown import counted, score_text
 
 if TYPE_CHECKING:
     from cgmerge.modules.modular.plan import ModularPlan
@@ -90,19 +90,20 @@ def train_together(
 def _say_plan(plan: "ModularPlan", output: Output) -> None:
     joint, frame = plan.joint, plan.frame
     for name, task in zip(plan.names, plan.tasks, strict=True):
-        files = ", ".join(f"{file.path.name} ({file.rows:,} rows)" for file in task.data)
+        files = ", ".join(f"{file.path.name} ({counted(file.rows, 'row')})" for file in task.data)
         output.line("task", f"{name}: {files}")
     output.line("example", joint.example.rstrip("\n").replace("\n", "\n" + " " * 9))
     where = f"{len(frame.places)} layers" if len(frame.places) > 1 else "the whole model"
     output.line(
         "plan",
-        f"{frame.skills} modules of rank {frame.rank}, alpha {joint.chosen.alpha} on"
+        f"{counted(frame.skills, 'module')} of rank {frame.rank}, alpha {joint.chosen.alpha} on"
         f" {len(frame.targets)} layers, {plan.trainable:,} trainable; an allocation of"
-        f" {frame.tasks} tasks for {where}",
+        f" {counted(frame.tasks, 'task')} for {where}",
     )
     output.line(
         "plan",
-        f"{joint.chosen.steps} steps of {joint.chosen.batch_size} rows of all tasks in turn,"
+        f"{counted(joint.chosen.steps, 'step')} of {counted(joint.chosen.batch_size, 'row')}"
+        f" of all tasks in turn,"
         f" learning rate {joint.chosen.lr:g}, of the allocation {plan.params.allocation_lr:g},"
         f" {joint.device}, {joint.dtype}",
     )
@@ -122,7 +123,7 @@ def _say_result(plan: "ModularPlan", result: "ModularResult", output: Output) ->
                 "eval",
                 f"{name}: exact match {score_text(scores['exact_match'], 3)} (base"
                 f" {score_text(scores['base_exact_match'], 3)}), loss {scores['loss']:.4f} (base"
-                f" {scores['base_loss']:.4f}) on {scores['n']} rows",
+                f" {scores['base_loss']:.4f}) on {counted(scores['n'], 'row')}",
             )
     names = result.composition.names
     rows = [[name, *(f"{value:.2f}" for value in _means(fit, name))] for name in plan.names]

@@ -11,7 +11,7 @@ from cgmerge.cli import options
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
 from cgmerge.quoting import quoted
-from cgmerge.shown import score_text
+from cgmerge.shown import counted, score_text, some_of
 
 if TYPE_CHECKING:
     from cgmerge.evals.pipeline.run import Executor, State
@@ -180,7 +180,7 @@ def _chosen(steps: "list[Step]", patterns: list[str], file: Path) -> "list[Step]
             raise UsageError(
                 f"{file} has no step {pattern!r}",
                 code="pipeline",
-                hint=f"there are {', '.join(step.name for step in steps[:10])}",
+                hint=f"there are {some_of((step.name for step in steps), 10)}",
             )
     return [s for s in steps if not patterns or any(fnmatchcase(s.name, p) for p in patterns)]
 
@@ -200,7 +200,7 @@ def _show_plan(steps: "list[Step]", state: "State", output: Output) -> None:
     done = [state.result(step) is not None for step in steps]
     for step, finished in zip(steps, done, strict=True):
         output.text(f"{'done' if finished else 'run ':<5} {command_of(step)}")
-    output.line("plan", f"{len(steps)} steps, {sum(done)} of them done (dry run)")
+    output.line("plan", f"{counted(len(steps), 'step')}, {sum(done)} of them done (dry run)")
     output.result(
         "cgmerge.run/1",
         {

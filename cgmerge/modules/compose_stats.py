@@ -7,6 +7,7 @@ from cgmerge.errors import NotFound, UsageError
 from cgmerge.modules.expert import Expert
 from cgmerge.modules.usage import base_names, base_word
 from cgmerge.quoting import quoted
+from cgmerge.shown import some_of
 
 if TYPE_CHECKING:
     from cgmerge.merge import Rule
@@ -40,7 +41,7 @@ def open_stats(
         full = [expert.name for expert in experts if not isinstance(expert, Expert)]
         raise UsageError(
             f"method `{rule.spec.name}` needs {kind} statistics, which full models do not have:"
-            f" {', '.join(full[:5])}",
+            f" {some_of(full)}",
             code="method",
             hint="use another method, or make adapters of them with `cgmerge extract`",
             found=full,
@@ -88,7 +89,7 @@ def _ask_for(
     commands = "\n  ".join(lines)
     raise NotFound(
         f"method `{rule.spec.name}` needs {kind} statistics; {len(missing)} of"
-        f" {len(experts)} experts have none: {', '.join(e.name for e in missing[:5])}",
+        f" {len(experts)} experts have none: {some_of(e.name for e in missing)}",
         code="stats",
         hint=f"compute them:\n  {commands}",
         found=[expert.ref for expert in missing],

@@ -11,13 +11,14 @@ from typing import Any
 from cgmerge import fs, strictjson
 from cgmerge.errors import NotFound, UsageError
 from cgmerge.modules.builtin import NAMES
-from cgmerge.outputs import SHOWN
 from cgmerge.refs import expanded
+from cgmerge.shown import some_of
 from cgmerge.tensorfile import read_small
 
 MAX_BYTES = 4 * 1024 * 1024
 """Of JSON, which is read fast; `strictyaml` has a limit of its own."""
 
+_LINE = "\n  "
 _SUFFIXES = (".yml", ".yaml", ".json")
 
 
@@ -73,11 +74,9 @@ def refuse_missing(recipe: Path, named: Iterable[tuple[str, Path]], *, code: str
     lost = [(place, path) for place, path in named if not os.path.exists(path)]  # noqa: PTH110
     if not lost:
         return
-    lines = [f"  {place}: {fs.absolute(path)}" for place, path in lost[:SHOWN]]
-    if len(lost) > SHOWN:
-        lines.append(f"  and {len(lost) - SHOWN} more")
+    lines = (f"{place}: {fs.absolute(path)}" for place, path in lost)
     raise NotFound(
-        f"{recipe} names what is not there:\n" + "\n".join(lines),
+        f"{recipe} names what is not there:\n  {some_of(lines, between=_LINE)}",
         code=code,
         hint=f"edit {recipe}, whose paths are relative to its own folder, or put the files there",
         path=lost[0][1],

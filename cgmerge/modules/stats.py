@@ -24,6 +24,7 @@ from cgmerge.modules.expert import Expert
 from cgmerge.modules.loading import LoadedBase
 from cgmerge.modules.usage import base_names, base_word
 from cgmerge.quoting import quoted
+from cgmerge.shown import some_of
 from cgmerge.tensorfile import TensorFile
 
 if TYPE_CHECKING:
@@ -361,7 +362,7 @@ def _check_reached(names: Sequence[str], reached: Mapping[str, object]) -> None:
     idle = [name for name in names if name not in reached]
     if idle:
         raise Incompatible(
-            f"{len(idle)} modules of the expert were never used: {', '.join(idle[:5])}",
+            f"{len(idle)} modules of the expert were never used: {some_of(idle)}",
             code="modules",
             found=idle[:5],
         )

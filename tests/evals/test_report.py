@@ -57,6 +57,24 @@ def test_comparisons_by_hand(demo):
     assert section.others["base"].p == mcnemar(8, 19)
 
 
+def test_where_no_expert_is_better_the_report_says_so(demo):
+    """Both are right on all of `old`; which of them stands there is then nobody's merit."""
+    report = Report("T", sections_of(demo))
+    said = {
+        "copy": "copy",
+        "sort": "sort",
+        "old": "copy; no expert is better",
+        "mean": "copy; no expert is better",
+    }
+    found = re.findall(r"(?m)^\| (\w+) \(against ([^)]+)\) ", render_markdown(report))
+    assert dict(found) == said
+    assert "<small>against <bdi>copy; no expert is better</bdi></small>" in page_of(demo)
+    alone = {name: rows for name, rows in DEMO.items() if name != "sort"}
+    text = render_markdown(Report("T", sections_of(make_evaluation(alone, kinds=KINDS))))
+    assert "(against copy)" in text
+    assert "no expert is better" not in text
+
+
 def test_groups_are_guessed_from_the_experts_or_named(demo):
     (section,) = sections_of(demo)
     assert [group.skills for group in section.groups] == [("copy", "sort"), ("old",)]

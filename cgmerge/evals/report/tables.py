@@ -5,7 +5,13 @@ from html import escape
 
 from cgmerge.evals.record import Comparison, Mean, Result
 from cgmerge.evals.report.labels import labels, p_value
-from cgmerge.evals.report.sections import Key, Section, column_labels, significant
+from cgmerge.evals.report.sections import (
+    Key,
+    Section,
+    best_expert,
+    column_labels,
+    significant,
+)
 from cgmerge.evals.summary import GroupScore
 from cgmerge.shown import score_text
 
@@ -130,7 +136,7 @@ def differences_table(
     for skill in places:
         head = "mean of the skills" if skill is None else name(skills[skill])
         if against_experts:
-            head += f"<small>against {name(names[section.experts[skill]])}</small>"
+            head += f"<small>against {name(best_expert(section, skill))}</small>"
         cells = [_difference(family[column, skill]) for column in columns]
         rows.append(_row(head, cells, kind="mean" if skill is None else ""))
     return table(note, heads, rows, kind="heat", title=title)

@@ -7,6 +7,7 @@ from typing import Any
 
 from cgmerge.modules.library.entry import Entry, ordered_scores, own_scores
 from cgmerge.modules.usage import peft_snippet
+from cgmerge.shown import counted
 
 _ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _MAX_ROWS = 500
@@ -30,7 +31,7 @@ def expert_page(entry: Entry, repo: str) -> str:
             f"cgmerge decompress {entry.name}/expert.cge -o {entry.name}-peft",
             "```",
         ]
-    size = f"{entry.size:,} bytes in {len(entry.files)} files"
+    size = f"{entry.size:,} bytes in {counted(len(entry.files), 'file')}"
     facts = [
         ("base", base),
         ("base fingerprint", entry.base_fingerprint or ""),
@@ -58,7 +59,10 @@ def library_page(entries: Sequence[Entry], repo: str) -> str:
         "",
         f"# {repo.rpartition('/')[2]}",
         "",
-        f"A library of {len(entries)} experts, made with cgmerge. Each can be used by name:",
+        (
+            f"A library of {counted(len(entries), 'expert')}, made with cgmerge. Each can be used"
+            " by name:"
+        ),
         "",
         "```sh",
         f"cgmerge ls hf://{repo}",

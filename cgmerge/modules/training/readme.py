@@ -5,7 +5,7 @@ import json
 from cgmerge.modules.card import ExpertCard
 from cgmerge.modules.training.plan import Plan
 from cgmerge.modules.usage import peft_snippet
-from cgmerge.shown import score_text
+from cgmerge.shown import counted, score_text
 
 _TEMPLATE = """\
 ---
@@ -26,7 +26,7 @@ with cgmerge {version}.
 | | |
 |---|---|
 | data | {data} |
-| training | {steps} steps of {batch} rows, learning rate {lr:g}, seed {seed} |
+| training | {steps} of {batch}, learning rate {lr:g}, seed {seed} |
 | loss | {loss:.4f} over the last steps |
 {scores}
 `expert.json` holds every setting, the digests of data and files, and the fingerprint of the base.
@@ -52,7 +52,7 @@ def readme(card: ExpertCard, plan: Plan) -> str:
     if scores is not None:
         line = (
             f"| evaluation | exact match {score_text(scores['exact_match'], 3)} on"
-            f" {scores['n']} rows"
+            f" {counted(scores['n'], 'row')}"
             f" (base {score_text(scores['base_exact_match'], 3)}) |\n"
         )
     return _TEMPLATE.format(
@@ -62,9 +62,9 @@ def readme(card: ExpertCard, plan: Plan) -> str:
         rank=settings.rank,
         alpha=chosen.alpha,
         version=card.versions["cgmerge"],
-        data=", ".join(f"{source.name} ({source.rows} rows)" for source in card.data),
-        steps=chosen.steps,
-        batch=plan.step_rows,
+        data=", ".join(f"{source.name} ({counted(source.rows, 'row')})" for source in card.data),
+        steps=counted(chosen.steps, "step"),
+        batch=counted(plan.step_rows, "row"),
         lr=chosen.lr,
         seed=settings.seed,
         loss=card.metrics["loss"],
