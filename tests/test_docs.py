@@ -70,6 +70,38 @@ def test_every_option_in_the_docs_exists():
                         assert option in reference, f"{page.name}: {option}"
 
 
+def test_the_groups_of_the_docs_are_skills_that_the_docs_measure():
+    """`report --group` takes the names that `eval --data` of the same pages gives."""
+    from cgmerge.evals.suite import split_name
+
+    blocks = [
+        block.replace("\\\n", " ")
+        for page in (
+            ROOT / "README.md",
+            ROOT / "docs" / "evaluating.md",
+            ROOT / "docs" / "reporting.md",
+        )
+        for block in re.findall(r"```sh\n(.*?)```", page.read_text(), flags=re.S)
+    ]
+    lines = [line for block in blocks for line in block.splitlines()]
+    (measured,) = (
+        line.partition("--data")[2].partition(" -")[0].split()
+        for line in lines
+        if line.startswith("cgmerge eval") and line.count(".jsonl") == 3
+    )
+    skills = {split_name(word)[0] or Path(word).stem for word in measured}
+    experts = {word.rpartition("/")[2] for line in lines if line.startswith("cgmerge eval")
+               for word in line.split() if word.startswith("experts/")}  # fmt: skip
+    named = [
+        skill
+        for line in lines
+        for group in re.findall(r'--group "\w+=([\w,]+)"', line)
+        for skill in group.split(",")
+    ]
+    assert set(named) == skills == {"sort", "reverse", "pairs"}
+    assert experts < skills  # so that the report finds their own skills by itself
+
+
 def test_make_targets_of_the_readme_exist():
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"make ([a-z]+)", (ROOT / "README.md").read_text()):

@@ -8,6 +8,7 @@ import typer
 from cgmerge.cli import options
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError, readable
+from cgmerge.shown import score_text
 
 if TYPE_CHECKING:
     from cgmerge.evals.comparing import Compared
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 SCHEMA = "cgmerge.compare/1"
 _MOST_FLIPS = 20
 _MOST_CHARS = 60
+_DIGITS = 3
+"""Two would round away what the change is about: before, after and change should add up."""
 
 
 def compare(
@@ -66,7 +69,8 @@ def compare(
     for one in failed:
         output.line(
             "dropped",
-            f"{readable(one.skill or '')}: {one.difference:+.4f}, more than {max_drop:g} is lost",
+            f"{readable(one.skill or '')}: {score_text(one.difference, 4, plus=True)},"
+            f" more than {max_drop:g} is lost",
         )
     output.result(SCHEMA, _fields(compared, max_drop, failed, show), short=_short(compared))
     if failed:
@@ -103,14 +107,14 @@ def _show(compared: "Compared", output: Output, most: int) -> None:
 
 def _row(compared: "Compared", one: "Comparison") -> list[str]:
     before, after = compared.scores[one.skill]
-    digits = 2 if compared.metric == "exact_match" else 3
+    low, high = (score_text(end, _DIGITS, plus=True) for end in (one.low, one.high))
     return [
         readable(one.skill).replace("\n", " ") if one.skill is not None else "mean",
         str(one.n),
-        f"{before:.{digits}f}",
-        f"{after:.{digits}f}",
-        f"{one.difference:+.{digits}f}",
-        f"[{one.low:+.{digits}f}, {one.high:+.{digits}f}]",
+        score_text(before, _DIGITS),
+        score_text(after, _DIGITS),
+        score_text(one.difference, _DIGITS, plus=True),
+        f"[{low}, {high}]",
         str(one.wins),
         str(one.losses),
         f"{one.p_holm:.3f}" if one.p_holm >= 0.001 else "<0.001",
@@ -167,4 +171,5 @@ def _side(compared: "Compared", which: str) -> dict[str, Any]:
 
 
 def _short(compared: "Compared") -> str:
-    return f"{compared.overall.difference:+.4f} p={compared.overall.p_holm:.4g}"
+    change = score_text(compared.overall.difference, 4, plus=True)
+    return f"{change} p={compared.overall.p_holm:.4g}"

@@ -9,6 +9,7 @@ from cgmerge.cli import options
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
 from cgmerge.quoting import quoted
+from cgmerge.shown import score_text
 
 if TYPE_CHECKING:
     from cgmerge.evals.suite import SkillSet
@@ -244,7 +245,8 @@ def _validation(plan: "Plan", tune: list[str] | None) -> "list[SkillSet]":
     if not tune:
         return []
     if plan.base is None:
-        raise UsageError("--tune scores merges on the base", code="base", hint="add --base BASE")
+        hint = f"add --base {_base_word(plan)}"
+        raise UsageError("--tune scores merges on the base", code="base", hint=hint)
     check_open(plan)
     return read_skills(tune)
 
@@ -275,14 +277,14 @@ def _tuned(plan: "Plan", skills: "list[SkillSet]", budget: int | None, output: O
         [
             *[f"{trial.params[name]:g}" if name == "scale" else str(trial.params[name])
               for name in names],
-            f"{trial.score:.3f}", f"{trial.loglik:.3f}", "←" if trial is found.best else "",
+            score_text(trial.score, 3), f"{trial.loglik:.3f}", "←" if trial is found.best else "",
         ]
         for trial in found.trials
     ]  # fmt: skip
     output.table([*names, "score", "log-lik", ""], rows)
     chosen = ", ".join(f"{name}={found.best.params[name]}" for name in names)
     items = sum(len(skill.examples) for skill in skills)
-    output.line("tuned", f"{chosen}: {found.best.score:.3f} on {items} validation items")
+    output.line("tuned", f"{chosen}: {score_text(found.best.score, 3)} on {items} validation items")
     params = {**plan.recipe.params, **found.best.params}
     return replace(plan.recipe, params=params, tuning=found.record())
 
@@ -309,8 +311,7 @@ def _run(plan: "Plan", out: Path, *, overwrite: bool, output: Output) -> None:
         output.detail("module", f"{path}: norm {report.norm:.4g}, error {report.error:.3%}")
     output.line("wrote", f"{out} ({size / 1e6:.2f} MB, ‖ΔW‖ {composed.written_norm:.4g})")
     output.hint(
-        f"measure it: cgmerge eval {quoted(out)} --base {quoted(_base_word(plan))}"
-        " --data TEST.jsonl"
+        f"measure it: cgmerge eval {quoted(out)} --base {_base_word(plan)} --data TEST.jsonl"
     )
     output.result("cgmerge.compose/1", {"out": str(out), **describe(composed)}, short=str(out))
 
@@ -410,4 +411,6 @@ def _changed(recipe: "Recipe", changes: dict[str, Any], params: dict[str, Any]) 
 
 
 def _base_word(plan: "Plan") -> str:
-    return plan.base.ref if plan.base else "BASE"
+    from cgmerge.modules.usage import base_names, base_word
+
+    return base_word(plan.base.ref if plan.base else None, base_names(plan.experts))

@@ -1,7 +1,7 @@
 """`cgmerge compress`: an expert as one small file."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +13,7 @@ from cgmerge.cli.compressreport import SCHEMA, report, warn_of, warn_of_unused
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
 from cgmerge.quoting import quoted
+from cgmerge.shown import counted, score_text
 
 if TYPE_CHECKING:
     from cgmerge.evals.compression import Kept
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from cgmerge.modules.base import Base
     from cgmerge.modules.compress.modes import Encoded, Options
     from cgmerge.modules.compress.pack import Maker, Plan
+    from cgmerge.modules.expert import Expert
 
 _UNITS = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3,
           "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}  # fmt: skip
@@ -120,7 +122,7 @@ def compress(
         from cgmerge.cli.compressfull import compress_full
 
         full = plan_full(expert, request, opened)
-        skills = _validation(opened, calibrate)
+        skills = _validation(opened, calibrate, [])
         _check_out([full.expert.folder, *_files(calibrate)], opened, out, overwrite=overwrite)
         compress_full(full, None if dry_run else out, skills, overwrite=overwrite, output=output)
         return
@@ -134,7 +136,7 @@ def compress(
         _lossless(plan, None if dry_run else out, overwrite=overwrite, output=output)
         return
     plan = make_plan(expert, request, opened, force_base=force_base)
-    skills = _validation(opened, calibrate)
+    skills = _validation(opened, calibrate, [plan.expert])
     _check_out([plan.expert.folder, *_files(calibrate)], opened, out, overwrite=overwrite)
     _show(plan, output)
     if dry_run or out is None:
@@ -225,7 +227,7 @@ def _calibrated(
         output.line(
             "tuned",
             f"{'α' if plan.mode == 'compeft' else 'strength'} {best.multiplier:.3g}, density"
-            f" {best.density:.3f}: {best.score[0]:.3f} ({len(tuned.trials)} tried)",
+            f" {best.density:.3f}: {score_text(best.score[0], 3)} ({len(tuned.trials)} tried)",
         )
         return tuned.encoded
 
@@ -247,7 +249,8 @@ def _write_again(plan: "Plan", out: Path, *, overwrite: bool, output: Output) ->
 def _show(plan: "Plan", output: Output) -> None:
     expert = plan.expert
     ranks = "/".join(map(str, expert.ranks))
-    output.line("plan", f"{plan.mode}: {expert.name}, rank {ranks}, {len(expert.pairs)} modules,"
+    modules = counted(len(expert.pairs), "module")
+    output.line("plan", f"{plan.mode}: {expert.name}, rank {ranks}, {modules},"
                 f" {plan.entries:,} parameters")  # fmt: skip
     for warning in plan.warnings:
         output.warn(warning)
@@ -275,14 +278,17 @@ def _files(calibrate: list[str] | None) -> list[Path]:
     return [expanded(split_name(spec)[1]) for spec in calibrate or ()]
 
 
-def _validation(base: "Base | None", calibrate: list[str] | None) -> "list[SkillSet]":
+def _validation(
+    base: "Base | None", calibrate: list[str] | None, experts: "Sequence[Expert]"
+) -> "list[SkillSet]":
     from cgmerge.evals.suite import read_skills
+    from cgmerge.modules.usage import base_names, base_word
 
     if not calibrate:
         return []
     if base is None:
         raise UsageError("--calibrate scores the expert on its base", code="base",
-                         hint="add --base BASE")  # fmt: skip
+                         hint=f"add --base {base_word(None, base_names(experts))}")  # fmt: skip
     return read_skills(calibrate)
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from cgmerge.cli.compressreport import SCHEMA, report, warn_of, warn_of_unused
 from cgmerge.cli.output import Output
+from cgmerge.shown import score_text
 
 if TYPE_CHECKING:
     from cgmerge.evals.compression import Kept
@@ -77,6 +78,6 @@ def _calibrated(
         output.line(
             "tuned",
             f"{'α' if plan.mode == 'compeft' else 'strength'} {best.multiplier:.3g}, density"
-            f" {best.density:.3f}: {best.score[0]:.3f} ({len(search.trials)} tried)",
+            f" {best.density:.3f}: {score_text(best.score[0], 3)} ({len(search.trials)} tried)",
         )
     return options, FullCalibration(plan, options, loaded, skills).compare(options)

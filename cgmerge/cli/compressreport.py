@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cgmerge.cli.output import Output
+from cgmerge.shown import score_text, some_of
 
 if TYPE_CHECKING:
     from cgmerge.evals.compression import Kept
@@ -70,9 +71,9 @@ def report(
         share = "" if kept.share is None else f"; {kept.share:.1%} of the gain kept"
         output.line(
             "score",
-            f"{kept.before.score:.3f} before, {kept.after.score:.3f}"
-            f" [{kept.after.low:.3f}, {kept.after.high:.3f}] after, base {kept.base.score:.3f}"
-            f"{share}",
+            f"{score_text(kept.before.score, 3)} before, {score_text(kept.after.score, 3)}"
+            f" [{score_text(kept.after.low, 3)}, {score_text(kept.after.high, 3)}] after,"
+            f" base {score_text(kept.base.score, 3)}{share}",
         )
     output.line("wrote", str(out))
     return facts
@@ -94,9 +95,9 @@ def warn_of_unused(plan: "Plan | FullPlan", size: int, output: Output) -> None:
 def warn_of(emptied: list[str], found: "Fidelity", output: Output) -> None:
     """Name the modules without effect, and with `--verbose` what became of each."""
     if emptied:
-        shown = ", ".join(emptied[:5]) + (" …" if len(emptied) > 5 else "")
         output.warn(
-            f"{len(emptied)} of {len(found.modules)} modules have no effect any more: {shown}"
+            f"{len(emptied)} of {len(found.modules)} modules have no effect any more:"
+            f" {some_of(emptied)}"
         )
     for name, part in found.modules.items():
         output.detail("module", f"{name}: error {part.error:.2%}, cosine {part.cosine:.3f}")

@@ -8,6 +8,7 @@ import typer
 from cgmerge.cli import options
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
+from cgmerge.shown import counted
 
 if TYPE_CHECKING:
     from cgmerge.modules.base import Base
@@ -64,8 +65,10 @@ def decompress(
     for warning in found.composed.warnings:
         output.warn(warning)
     facts = {"weights": found.weights, "rounding_error": found.composed.rounding_error}
-    _report(file, out, found.size, found.mode, f"{found.weights} weights changed", output)
-    output.hint(f"measure it: {_evaluation(out, opened.ref)}")
+    _report(
+        file, out, found.size, found.mode, f"{counted(found.weights, 'weight')} changed", output
+    )
+    output.hint(f"measure it: {_evaluation(out, opened)}")
     known: dict[str, Any] = {"id": opened.ref, "fingerprint": opened.fingerprint}
     _finish(file, out, found.size, found.mode, facts | {"kind": "model", "base": known}, output)
 
@@ -92,16 +95,25 @@ def _adapter(
 
     found = expand(file, out, overwrite=overwrite, base=base, force_base=force_base)
     mode = found.manifest["method"]["mode"]
-    _report(file, out, found.size, mode, f"rank {found.rank}, {found.modules} modules", output)
-    output.hint(f"measure it: {_evaluation(out, found.manifest['base']['id'])}")
+    _report(
+        file,
+        out,
+        found.size,
+        mode,
+        f"rank {found.rank}, {counted(found.modules, 'module')}",
+        output,
+    )
+    output.hint(f"measure it: {_evaluation(out, base, found.manifest['base']['id'])}")
     facts = {"modules": found.modules, "rank": found.rank, "base": found.manifest["base"]}
     _finish(file, out, found.size, mode, {"kind": "adapter", **facts}, output)
 
 
-def _evaluation(out: Path, base: str) -> str:
+def _evaluation(out: Path, base: "Base | None", called: str = "") -> str:
+    from cgmerge.modules.usage import base_word
     from cgmerge.quoting import quoted
 
-    return f"cgmerge eval {quoted(out)} --base {quoted(base)} --data TEST.jsonl"
+    word = base_word(base.ref if base else None, [called])
+    return f"cgmerge eval {quoted(out)} --base {word} --data TEST.jsonl"
 
 
 def _report(file: Path, out: Path, size: int, mode: str, what: str, output: Output) -> None:

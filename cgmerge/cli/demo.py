@@ -11,6 +11,7 @@ import typer
 from cgmerge.cli import options
 from cgmerge.cli.output import Output, Progress
 from cgmerge.quoting import quoted
+from cgmerge.shown import score_text
 
 if TYPE_CHECKING:
     from cgmerge.evals.demo import DemoResult
@@ -68,7 +69,7 @@ def _show(result: "DemoResult", output: Output) -> None:
     for name in names:
         scores = group_scores(result.validation, name, GROUPS)
         mark = "  <- chosen" if name in chosen else ""
-        rows.append([name, *[f"{scores[group].score:.2f}" for group in groups], mark])
+        rows.append([name, *[score_text(scores[group].score) for group in groups], mark])
     output.table(["merge", *groups, ""], rows)
 
     output.text("\nTest (exact match, ± half of the 95 % interval):")
@@ -76,34 +77,37 @@ def _show(result: "DemoResult", output: Output) -> None:
     rows = []
     for name, scores in result.rows().items():
         label = f"expert {name}" if name in SKILLS else name
-        first = f"{own[name]:.2f}" if name in SKILLS else ""
+        first = score_text(own[name]) if name in SKILLS else ""
         rows.append([label, first, *[_cell(scores[group]) for group in groups]])
     output.table(["model", "own skill", *groups], rows)
     _explain(result, output)
 
 
 def _cell(score: "GroupScore") -> str:
-    return f"{score.score:.2f} ±{(score.high - score.low) / 2:.2f}"
+    return f"{score_text(score.score)} ±{score_text((score.high - score.low) / 2)}"
 
 
 def _explain(result: "DemoResult", output: Output) -> None:
     from cgmerge.evals.demo import SKILLS
 
     rows = result.rows()
-    base, merged = rows["base"], rows[result.recommended]
+    base, merged = (
+        {group: score_text(one.score) for group, one in rows[name].items()}
+        for name in ("base", result.recommended)
+    )
     best_pair = max(rows[skill]["unseen pairs"].score for skill in SKILLS)
     chosen = result.chosen[result.recommended]
     out, program = quoted(result.out), _program()
     output.text(
         f"""
 What this shows
-  Each expert solves at least {result.checks["own_skill_min"]:.2f} of its own skill.
-  One adapter merged from all four ({chosen.name}) solves {merged["new skills"].score:.2f} of
-  the new skills; the base solves {base["new skills"].score:.2f}.
-  No expert saw two new skills in one chain. The best of them solves {best_pair:.2f} of such
-  pairs, the merge {merged["unseen pairs"].score:.2f}: skills that were trained apart work together.
-  It has a price: what the base can do falls from {base["base skills"].score:.2f} to
-  {merged["base skills"].score:.2f}, and too large a scale destroys more (the first table).
+  Each expert solves at least {score_text(result.checks["own_skill_min"])} of its own skill.
+  One adapter merged from all four ({chosen.name}) solves {merged["new skills"]} of
+  the new skills; the base solves {base["new skills"]}.
+  No expert saw two new skills in one chain. The best of them solves {score_text(best_pair)} of such
+  pairs, the merge {merged["unseen pairs"]}: skills that were trained apart work together.
+  It has a price: what the base can do falls from {base["base skills"]} to
+  {merged["base skills"]}, and too large a scale destroys more (the first table).
   Scales were chosen on validation data, the second table is about test data.
 
 All of it on one page, with intervals and tests: {out}/report.html

@@ -12,6 +12,7 @@ from cgmerge.cli import options
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
 from cgmerge.plain import exact
+from cgmerge.shown import counted, score_text
 
 if TYPE_CHECKING:
     from cgmerge.evals.record import Evaluation, Record, Result
@@ -181,7 +182,9 @@ def _say_what(
     for target in targets:
         output.line("target", f"{target.name}  {target.kind}  sha256 {target.digest[:12]}")
     for skill in skills:
-        output.line("skill", f"{skill.name}  {len(skill.examples)} items from {skill.source}")
+        output.line(
+            "skill", f"{skill.name}  {counted(len(skill.examples), 'item')} from {skill.source}"
+        )
 
 
 def _finish_dry_run(
@@ -228,7 +231,7 @@ def _show(record: "Record", failed: "list[Result]", out: Path | None, output: Ou
         n = sum(one.n for one in record.results)
         output.text(f"generation and teacher forcing agree on {agree} of {n} items")
     for one in failed:
-        output.line("below", f"{one.target} on {one.skill}: {one.score:.4f}")
+        output.line("below", f"{one.target} on {one.skill}: {score_text(one.score, 4)}")
     if out is not None:
         output.line("wrote", f"{out} and {record.items.file if record.items else ''}")
 
@@ -255,4 +258,4 @@ _SHOWN = ("base", "targets", "skills", "results", "means", "comparisons", "warni
 def _short(record: "Record", out: Path | None) -> str:
     if out is not None:
         return str(out)
-    return "\n".join(f"{mean.target} {mean.score:.4f}" for mean in record.means)
+    return "\n".join(f"{mean.target} {score_text(mean.score, 4)}" for mean in record.means)

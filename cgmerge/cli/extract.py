@@ -7,6 +7,7 @@ import typer
 from cgmerge.cli import options
 from cgmerge.cli.output import Output
 from cgmerge.quoting import quoted
+from cgmerge.shown import counted
 
 
 def extract(
@@ -58,6 +59,6 @@ def extract(
         output.detail("module", f"{path}: norm {report.norm:.4g}, error {report.error:.3%}")
     size = sum(path.stat().st_size for path in out.iterdir())
     output.line("lost", f"{found.error:.4%} of ‖ΔW‖ {found.norm:.4g} is not in the adapter")
-    output.line("wrote", f"{out} ({size / 1e6:.2f} MB, {len(found.modules)} modules)")
+    output.line("wrote", f"{out} ({size / 1e6:.2f} MB, {counted(len(found.modules), 'module')})")
     output.hint(f"compare them: cgmerge eval {quoted(out)} --base {quoted(base)} --data TEST.jsonl")
     output.result("cgmerge.extract/1", {"out": str(out), **found.facts()}, short=str(out))

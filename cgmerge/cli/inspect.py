@@ -7,8 +7,11 @@ import typer
 from cgmerge.cli import options
 from cgmerge.cli.output import Output
 from cgmerge.errors import readable
+from cgmerge.shown import counted, some_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from cgmerge.modules.expert import Expert
 
 
@@ -140,9 +143,27 @@ def _facts(expert: "Expert") -> dict[str, Any]:
     }
 
 
+def _metrics(metrics: "Mapping[str, Any]") -> "Iterator[tuple[str, str]]":
+    """Name what a card says of scores, one by one, the expert's own first."""
+    from cgmerge.modules.library.entry import ordered_scores
+
+    every = dict(_flat(metrics))
+    numbers = {name: value for name, value in every.items() if type(value) in (int, float)}
+    yield from ((name, f"{value:.6g}") for name, value in ordered_scores(numbers))
+    yield from ((name, str(value)) for name, value in every.items() if name not in numbers)
+
+
+def _flat(metrics: "Mapping[str, Any]", stem: str = "") -> "Iterator[tuple[str, Any]]":
+    for key, value in metrics.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{stem}{key}.")
+        else:
+            yield f"{stem}{key}", value
+
+
 def _lines(expert: "Expert", facts: dict[str, Any]) -> list[tuple[str, str]]:
     scalings = sorted({m["scaling"] for m in facts["modules"].values()})
-    shown = ", ".join(f"{value:g}" for value in scalings[:4])
+    shown = some_of((f"{value:g}" for value in scalings), 4)
     dtype = next(iter(expert.file.infos.values())).dtype
     lines = [
         ("expert", f"{expert.name}   ({expert.folder})"),
@@ -151,7 +172,8 @@ def _lines(expert: "Expert", facts: dict[str, Any]) -> list[tuple[str, str]]:
             "lora",
             (
                 f"rank {'/'.join(map(str, expert.ranks))}, scaling {shown}"
-                f"{' (rsLoRA)' if facts['rslora'] else ''}, {len(expert.pairs)} modules, {dtype}"
+                f"{' (rsLoRA)' if facts['rslora'] else ''},"
+                f" {counted(len(expert.pairs), 'module')}, {dtype}"
             ),
         ),
         ("delta", f"‖ΔW‖ {facts['norm']:.4g}"),
@@ -159,14 +181,14 @@ def _lines(expert: "Expert", facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("sha256", expert.digest),
     ]
     if facts["idle_modules"]:
-        lines.append(("idle", f"{len(facts['idle_modules'])} modules have ΔW = 0"))
+        lines.append(("idle", f"{counted(len(facts['idle_modules']), 'module')} with ΔW = 0"))
     if expert.card:
         lines += [
-            ("data", f"{source.name}: {source.rows:,} rows, sha256 {source.sha256[:12]}…")
+            ("data", f"{source.name}: {counted(source.rows, 'row')}, sha256 {source.sha256[:12]}…")
             for source in expert.card.data
         ]
         lines += [
-            ("metric", readable(f"{key} = {value}", 200))
-            for key, value in expert.card.metrics.items()
+            ("metric", readable(f"{name} = {value}", 200))
+            for name, value in _metrics(expert.card.metrics)
         ]
     return lines

@@ -5,10 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 from cgmerge.cli.output import Output
 from cgmerge.errors import readable
+from cgmerge.shown import counted
 
 if TYPE_CHECKING:
     from cgmerge.modules.base import Base
     from cgmerge.modules.compress.container import CgeFile
+
+_MOST_SCORES = 5
 
 
 def inspect_file(path: Path, base: "Base | None", output: Output) -> None:
@@ -90,7 +93,7 @@ def _facts(file: "CgeFile", digest: str | None) -> dict[str, Any]:
 def _lines(file: "CgeFile", facts: dict[str, Any]) -> list[tuple[str, str]]:
     method, fidelity = facts["method"], facts["fidelity"] or {}
     ranks = "/".join(map(str, facts["ranks"]))
-    what = f"rank {ranks}, {len(facts['modules'])} modules" if ranks else facts["kind"]
+    what = f"rank {ranks}, {counted(len(facts['modules']), 'module')}" if ranks else facts["kind"]
     lines = [
         ("expert", f"{facts['name']}   ({file.path})"),
         ("base", f"{facts['base']}   {facts['base_fingerprint'] or 'no fingerprint'}"),
@@ -113,7 +116,10 @@ def _lines(file: "CgeFile", facts: dict[str, Any]) -> list[tuple[str, str]]:
                 ),
             )
         )
-    lines += [("score", _score(entry)) for entry in facts["scores"][:5]]
+    scores = facts["scores"]
+    lines += [("score", _score(entry)) for entry in scores[:_MOST_SCORES]]
+    if len(scores) > _MOST_SCORES:
+        lines.append(("score", f"and {len(scores) - _MOST_SCORES} more"))
     if facts["license"]:
         lines.append(("license", readable(facts["license"], 200)))
     lines.append(("checked", "header and index; every tensor when it is read"))
@@ -125,7 +131,7 @@ def _score(entry: dict[str, Any]) -> str:
     if {"original", "compressed"} <= set(entry):
         suite = readable(str(entry.get("suite", entry.get("skill", ""))), 100)
         return f"{suite} {entry['original']} before, {entry['compressed']} after".strip()
-    return readable(str(entry), 300)
+    return readable(", ".join(f"{key} {value}" for key, value in entry.items()), 300)
 
 
 def _number(value: float | None) -> str:

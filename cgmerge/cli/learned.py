@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
+from cgmerge.shown import counted, score_text
 
 if TYPE_CHECKING:
     from cgmerge.evals.suite import SkillSet
@@ -47,7 +48,7 @@ class Learning:
 
         assert plan.base is not None
         count = sum(len(skill.examples) for skill in self.skills)
-        output.line("learn", f"{self.method} from {count} examples")
+        output.line("learn", f"{self.method} from {counted(count, 'example')}")
         for key, value in asdict(self.settings).items():
             output.detail("means", f"{key}={value}")
         made = self._made(plan, load_base(plan.base), output)
@@ -105,10 +106,6 @@ def learning_of(recipe: "Recipe", examples: list[str] | None, *, tuned: bool) ->
             code="tune",
         )
     settings = make_auto(recipe.params) if method == AUTO else make_learner(method, recipe.params)
-    if recipe.base is None:
-        raise UsageError(
-            f"method `{method}` runs the base on the examples", code="base", hint="add --base BASE"
-        )
     plain = replace(recipe, method="task-arithmetic", params={})
     return Learning(method, settings, read_skills(examples), plain)
 
@@ -133,7 +130,8 @@ def _show(made: "Made", method: str, given: list[int], output: Output) -> None:
         marks = {**names, "average": tuning["average"], method: tuning["learned"]}
         for name, mark in marks.items():
             output.detail(
-                "seen", f"{name}: right {mark['score']:.2f}, objective {mark['objective']:.4f}"
+                "seen",
+                f"{name}: right {score_text(mark['score'])}, objective {mark['objective']:.4f}",
             )
         before, after = tuning["base"]["objective"], tuning["learned"]["objective"]
         output.line(
@@ -145,7 +143,12 @@ def _show(made: "Made", method: str, given: list[int], output: Output) -> None:
         folds = tuning["crossvalidation"]["folds"]
         chosen = tuning.get("chosen", method)
         rows = [
-            [row.name, f"{row.score:.3f}", f"{row.loss:.3f}", "←" if row.name == chosen else ""]
+            [
+                row.name,
+                score_text(row.score, 3),
+                f"{row.loss:.3f}",
+                "←" if row.name == chosen else "",
+            ]
             for row in made.table
         ]
         output.table(["left-out examples", "right", "loss", ""], rows)

@@ -1,6 +1,5 @@
 """`cgmerge ls`, `add`, `rm`, `verify`: experts kept together, by name."""
 
-from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,6 +8,7 @@ from cgmerge.cli import options
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
 from cgmerge.quoting import quoted
+from cgmerge.shown import counted
 
 if TYPE_CHECKING:
     from cgmerge.modules.library.entry import Entry
@@ -169,7 +169,7 @@ def rm(
     verb = "would go" if dry_run else "removed"
     for name in done.names:
         output.line(verb, f"{library}/{name}")
-    output.line(verb, f"{len(done.objects)} objects, {done.freed:,} bytes")
+    output.line(verb, f"{counted(len(done.objects), 'object')}, {done.freed:,} bytes")
     output.result(
         "cgmerge.rm/1",
         {
@@ -209,10 +209,11 @@ def verify(
     for ref in checked.unsealed:
         output.warn(f"{ref} lists no digests: values and form are sound, changes cannot be told")
     if checked.unreferenced:
-        count = len(checked.unreferenced)
-        output.hint(f"{count} objects belong to no entry: cgmerge rm LIB --unreferenced")
+        stray = counted(len(checked.unreferenced), "object belongs", "objects belong")
+        output.hint(f"{stray} to no entry: cgmerge rm LIB --unreferenced")
     bad = len(checked.damages)
-    output.line("checked", f"{checked.experts} experts, {checked.size:,} bytes: {bad} damaged")
+    seen = counted(checked.experts, "expert")
+    output.line("checked", f"{seen}, {checked.size:,} bytes: {bad} damaged")
     output.result(
         "cgmerge.verify/1",
         {
@@ -230,7 +231,9 @@ def verify(
 
 
 def _row(entry: "Entry") -> list[str]:
-    scores = ", ".join([f"{name} {value:.4g}" for name, value in islice(entry.scores.items(), 2)])
+    from cgmerge.modules.library.entry import own_scores
+
+    scores = ", ".join([f"{name} {value:.4g}" for name, value in own_scores(entry.scores)[:2]])
     rank = "" if entry.rank is None else str(entry.rank)
     return [entry.name, entry.kind, f"{entry.size:,}", rank, entry.base, entry.skill, scores]
 

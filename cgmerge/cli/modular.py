@@ -8,6 +8,7 @@ from cgmerge.cli.output import Output
 from cgmerge.cli.training import Voice, score_rows
 from cgmerge.errors import UsageError
 from cgmerge.quoting import quoted
+from cgmerge.shown import counted, score_text
 
 if TYPE_CHECKING:
     from cgmerge.modules.modular.plan import ModularPlan
@@ -55,7 +56,7 @@ def train_together(
     from cgmerge.modules.modular.plan import check_modular_out, make_modular_plan
     from cgmerge.modules.modular.run import train_modular
     from cgmerge.modules.modular.settings import read_modular
-    from cgmerge.modules.training.recipe import read_recipe
+    from cgmerge.modules.training.recipe import check_data, read_recipe
 
     params, rank = read_modular(modular)
     if rank is not None and chosen.get("rank", rank) != rank:
@@ -63,7 +64,9 @@ def train_together(
             f"--rank {chosen['rank']} and --modular rank={rank} contradict each other", code="rank"
         )
     changes = chosen if rank is None else {**chosen, "rank": rank}
-    plan = make_modular_plan(read_recipe(recipe, changes), params)
+    settings = read_recipe(recipe, changes)
+    check_data(recipe, settings, changes)
+    plan = make_modular_plan(settings, params)
     check_modular_out(plan, overwrite=overwrite)
     _say_plan(plan, output)
     if dry_run:
@@ -87,19 +90,20 @@ def train_together(
 def _say_plan(plan: "ModularPlan", output: Output) -> None:
     joint, frame = plan.joint, plan.frame
     for name, task in zip(plan.names, plan.tasks, strict=True):
-        files = ", ".join(f"{file.path.name} ({file.rows:,} rows)" for file in task.data)
+        files = ", ".join(f"{file.path.name} ({counted(file.rows, 'row')})" for file in task.data)
         output.line("task", f"{name}: {files}")
     output.line("example", joint.example.rstrip("\n").replace("\n", "\n" + " " * 9))
     where = f"{len(frame.places)} layers" if len(frame.places) > 1 else "the whole model"
     output.line(
         "plan",
-        f"{frame.skills} modules of rank {frame.rank}, alpha {joint.chosen.alpha} on"
+        f"{counted(frame.skills, 'module')} of rank {frame.rank}, alpha {joint.chosen.alpha} on"
         f" {len(frame.targets)} layers, {plan.trainable:,} trainable; an allocation of"
-        f" {frame.tasks} tasks for {where}",
+        f" {counted(frame.tasks, 'task')} for {where}",
     )
     output.line(
         "plan",
-        f"{joint.chosen.steps} steps of {joint.chosen.batch_size} rows of all tasks in turn,"
+        f"{counted(joint.chosen.steps, 'step')} of {counted(joint.chosen.batch_size, 'row')}"
+        f" of all tasks in turn,"
         f" learning rate {joint.chosen.lr:g}, of the allocation {plan.params.allocation_lr:g},"
         f" {joint.device}, {joint.dtype}",
     )
@@ -117,9 +121,9 @@ def _say_result(plan: "ModularPlan", result: "ModularResult", output: Output) ->
         if scores is not None:
             output.line(
                 "eval",
-                f"{name}: exact match {scores['exact_match']:.3f} (base"
-                f" {scores['base_exact_match']:.3f}), loss {scores['loss']:.4f} (base"
-                f" {scores['base_loss']:.4f}) on {scores['n']} rows",
+                f"{name}: exact match {score_text(scores['exact_match'], 3)} (base"
+                f" {score_text(scores['base_exact_match'], 3)}), loss {scores['loss']:.4f} (base"
+                f" {scores['base_loss']:.4f}) on {counted(scores['n'], 'row')}",
             )
     names = result.composition.names
     rows = [[name, *(f"{value:.2f}" for value in _means(fit, name))] for name in plan.names]

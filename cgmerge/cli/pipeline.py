@@ -11,6 +11,7 @@ from cgmerge.cli import options
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
 from cgmerge.quoting import quoted
+from cgmerge.shown import counted, score_text, some_of
 
 if TYPE_CHECKING:
     from cgmerge.evals.pipeline.run import Executor, State
@@ -84,7 +85,7 @@ def run(
 
       cgmerge run pipeline.yml --only 'train-*'
     """
-    from cgmerge.evals.pipeline.config import read_pipeline
+    from cgmerge.evals.pipeline.config import check_there, read_pipeline
     from cgmerge.evals.pipeline.run import State, command_of, run_steps, table_of
     from cgmerge.evals.pipeline.steps import identities, plan_steps
     from cgmerge.modules.base import open_base
@@ -94,6 +95,7 @@ def run(
         raise UsageError("--address is for --executor ray", code="option")
     pipeline = read_pipeline(file)
     steps = plan_steps(pipeline, _options())
+    check_there(pipeline)
     base = open_base(pipeline.base)
     state = State(pipeline.out, identities(steps, (pipeline.base, base.fingerprint)))
     chosen = _chosen(steps, only or [], file)
@@ -178,7 +180,7 @@ def _chosen(steps: "list[Step]", patterns: list[str], file: Path) -> "list[Step]
             raise UsageError(
                 f"{file} has no step {pattern!r}",
                 code="pipeline",
-                hint=f"there are {', '.join(step.name for step in steps[:10])}",
+                hint=f"there are {some_of((step.name for step in steps), 10)}",
             )
     return [s for s in steps if not patterns or any(fnmatchcase(s.name, p) for p in patterns)]
 
@@ -198,7 +200,7 @@ def _show_plan(steps: "list[Step]", state: "State", output: Output) -> None:
     done = [state.result(step) is not None for step in steps]
     for step, finished in zip(steps, done, strict=True):
         output.text(f"{'done' if finished else 'run ':<5} {command_of(step)}")
-    output.line("plan", f"{len(steps)} steps, {sum(done)} of them done (dry run)")
+    output.line("plan", f"{counted(len(steps), 'step')}, {sum(done)} of them done (dry run)")
     output.result(
         "cgmerge.run/1",
         {
@@ -225,7 +227,7 @@ def _show_results(rows: list[dict[str, Any]], output: Output) -> None:
     skills = list(dict.fromkeys(str(row["skill"]) for row in rows))
     table: dict[str, dict[str, str]] = {}
     for row in rows:
-        table.setdefault(str(row["target"]), {})[str(row["skill"])] = f"{row['score']:.2f}"
+        table.setdefault(str(row["target"]), {})[str(row["skill"])] = score_text(row["score"])
     if table:
         output.table(
             ["target", *skills],

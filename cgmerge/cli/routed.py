@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cgmerge.errors import UsageError
+from cgmerge.quoting import quoted
 
 if TYPE_CHECKING:
     from cgmerge.cli.output import Output, Progress
@@ -101,6 +102,7 @@ def compose_routed(
     """Plan, learn and write a routed composition, and say what came of it."""
     from cgmerge.evals.routed import check_routed_out, plan_routed, run_routed
     from cgmerge.modules.loading import load_base
+    from cgmerge.modules.usage import base_names, base_word
 
     plan = plan_routed(request)
     _show_plan(plan, output)
@@ -118,10 +120,11 @@ def compose_routed(
         output.line("learned", note)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     output.line("wrote", f"{out} ({size / 1e6:.2f} MB; {decides(found.kind)})")
-    base = request.base or "BASE"
+    base = base_word(request.base, base_names(member.expert for member in plan.members))
+    place = quoted(out)
     task, name = (" --task TASK", "TASK=") if found.tasks else ("", "")
-    output.hint(f'see it decide: cgmerge route {out} --base {base}{task} --explain "TEXT"')
-    output.hint(f"measure it: cgmerge eval {out} --base {base} --data {name}TEST.jsonl")
+    output.hint(f'see it decide: cgmerge route {place} --base {base}{task} --explain "TEXT"')
+    output.hint(f"measure it: cgmerge eval {place} --base {base} --data {name}TEST.jsonl")
     output.result("cgmerge.compose/1", {**_fields(plan, found), "out": str(out)}, short=str(out))
 
 

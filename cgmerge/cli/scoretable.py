@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from cgmerge.evals.record import Comparison, Mean, Record, Result
+from cgmerge.shown import score_text
 
 MOST_COLUMNS = 6
 """With more skills than this they become the rows."""
@@ -66,8 +67,8 @@ def _marked(scores: Sequence[Result | Mean]) -> list[str]:
     best = max(score.score for score in scores)
     differ = any(score.score != best for score in scores)
     return [
-        f"{one.score:.2f}{'*' if differ and one.score == best else ' '}"
-        f"[{one.low:.2f}, {one.high:.2f}]"
+        f"{score_text(one.score)}{'*' if differ and one.score == best else ' '}"
+        f"[{score_text(one.low)}, {score_text(one.high)}]"
         for one in scores
     ]
 
@@ -79,4 +80,4 @@ def _against(record: Record, names: Sequence[str]) -> list[str]:
 
 def _difference(one: Comparison) -> str:
     p = f"p={one.p_holm:.3f}" if one.p_holm >= 0.001 else "p<0.001"
-    return f"{one.difference:+.2f} {p}"
+    return f"{score_text(one.difference, plus=True)} {p}"

@@ -8,6 +8,7 @@ from cgmerge.cli import options
 from cgmerge.cli.library import Licence, Tags
 from cgmerge.cli.output import Output
 from cgmerge.quoting import quoted
+from cgmerge.shown import counted
 
 
 def pull(
@@ -35,7 +36,7 @@ def pull(
     output = Output(as_json=as_json, quiet=quiet)
     item = fetch(ref, out, overwrite=overwrite)
     entry = item.entry
-    output.line("wrote", f"{out} ({entry.size:,} bytes in {len(entry.files)} files)")
+    output.line("wrote", f"{out} ({entry.size:,} bytes in {counted(len(entry.files), 'file')})")
     facts = {key: value for key, value in entry.facts().items() if key != "name"}
     output.result("cgmerge.pull/1", {"out": str(out), "ref": ref, **facts}, short=str(out))
 
@@ -84,7 +85,7 @@ def push(
     for each in sent:
         output.line("sent", f"{each} to {destination}")
     if done.same:
-        output.line("there", f"{len(done.same)} experts with the same content")
+        output.line("there", f"{counted(len(done.same), 'expert')} with the same content")
     output.result(
         "cgmerge.push/1",
         {

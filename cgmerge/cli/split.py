@@ -9,6 +9,7 @@ from cgmerge.cli import options
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
 from cgmerge.evals.splits.names import By
+from cgmerge.shown import counted
 
 if TYPE_CHECKING:
     from cgmerge.evals.splits.files import Asked, Items, Split
@@ -79,7 +80,10 @@ def split(
     fs.check_target(out, overwrite=overwrite)
     asked = Asked(by, share, seed, column, primitive, size, leave_out)
     items = read_items(paths, column)
-    output.line("read", f"{len(items.rows):,} rows, {items.duplicates:,} repeat an earlier prompt")
+    output.line(
+        "read",
+        f"{counted(len(items.rows), 'row')}, {items.duplicates:,} repeat an earlier prompt",
+    )
     made = _split(items, asked, output)
     _say(made, output)
     if dry_run:
@@ -112,8 +116,10 @@ def _say(made: "Split", output: Output) -> None:
         output.warn(warning)
     found = made.facts["divergence"]
     left = made.facts["left_out"]
-    output.text(f"train     {len(made.train):,} rows")
-    output.text(f"test      {len(made.test):,} rows" + (f"; {left:,} left out" if left else ""))
+    output.text(f"train     {counted(len(made.train), 'row')}")
+    output.text(
+        f"test      {counted(len(made.test), 'row')}" + (f"; {left:,} left out" if left else "")
+    )
     for key, name in _NAMES.items():
         if found[key] is not None:
             output.text(f"{name:<9} {found[key]:.6f}")

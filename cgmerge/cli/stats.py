@@ -10,6 +10,7 @@ from cgmerge.cli import options
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
 from cgmerge.quoting import quoted
+from cgmerge.shown import counted
 
 if TYPE_CHECKING:
     from cgmerge.modules.data import DataFile
@@ -139,10 +140,11 @@ class _Job:
             examples = [example for file in own for example in file.examples][:limit]
             self.rows.append(encode_all(examples, loaded.tokenizer))
             output.line(
-                "expert", f"{expert.name}  {len(expert.pairs)} modules  {expert.digest[:12]}"
+                "expert",
+                f"{expert.name}  {counted(len(expert.pairs), 'module')}  {expert.digest[:12]}",
             )
             tokens = sum(map(len, self.rows[-1]))
-            output.line("data", f"{len(self.rows[-1])} rows, {tokens} tokens")
+            output.line("data", f"{counted(len(self.rows[-1]), 'row')}, {counted(tokens, 'token')}")
 
     def alone(self, kinds: Sequence[Any]) -> "Statistics":
         """Run one expert by itself."""
@@ -198,8 +200,8 @@ def _open(
             raise UsageError(
                 f"{ref} is a full model; statistics are those of adapters",
                 code="full_model",
-                hint=f"make an adapter of it: cgmerge extract {quoted(ref)} --base BASE --rank 16"
-                " -o OUT",
+                hint=f"make an adapter of it: cgmerge extract {quoted(ref)}"
+                f" --base {quoted(base.ref)} --rank 16 -o OUT",
             )
     pairs = [parse_weighted(ref) if kind == LAYERWISE else (ref, None) for ref in refs]
     found = [open_expert(ref, base=base) for ref, _ in pairs]
@@ -242,7 +244,7 @@ def _check_counts(
         return
     if len(files) != len(experts):
         raise UsageError(
-            f"{len(experts)} experts and {len(files)} data files",
+            f"{counted(len(experts), 'expert')} and {counted(len(files), 'data file')}",
             code="data",
             hint="layerwise statistics take one file for each expert, in the same order",
         )

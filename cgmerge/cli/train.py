@@ -198,7 +198,7 @@ def _single(
 def _from_recipe(
     path: Path, overrides: dict[str, Any], data: list[Path] | None, skill: str | None
 ) -> "list[TrainSettings]":
-    from cgmerge.modules.training.recipe import read_recipe
+    from cgmerge.modules.training.recipe import check_data, read_recipe
 
     if data:
         raise UsageError(
@@ -206,13 +206,16 @@ def _from_recipe(
         )
     found = read_recipe(path, overrides)
     if skill is None:
+        check_data(path, found, overrides)
         return found
     names = [settings.skill for settings in found]
     if skill not in names:
         raise UsageError(
             f"{path} has no skill {skill!r}", code="skill", hint=f"it has {', '.join(names)}"
         )
-    return [settings for settings in found if settings.skill == skill]
+    chosen = [settings for settings in found if settings.skill == skill]
+    check_data(path, chosen, overrides)
+    return chosen
 
 
 def _run_all(

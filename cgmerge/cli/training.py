@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cgmerge.cli.output import Output, Progress
 from cgmerge.quoting import quoted
+from cgmerge.shown import counted, score_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,25 +55,25 @@ def say_plan(plan: "Plan", output: Output) -> None:
     settings, chosen = plan.settings, plan.chosen
     output.line("skill", settings.skill)
     for file in plan.data:
-        count = f"{file.rows:,} rows"
+        count = counted(file.rows, "row")
         if len(file.examples) != file.rows:
-            count += f", {len(file.examples):,} examples"
+            count += f", {counted(len(file.examples), 'example')}"
         output.line("data", f"{file.path.name}: {count}, format {file.format}")
     how = f"; messages by {plan.how}" if plan.how else ""
     whole = plan.data[0].format == "text"
     learned = "all of the text" if whole else "the completion only"
-    output.line("data", f"longest {plan.longest} tokens{how}; loss on {learned}")
+    output.line("data", f"longest {counted(plan.longest, 'token')}{how}; loss on {learned}")
     output.line("example", _indent(_shorten(plan.example)))
     kinds = sorted({path.rsplit(".", 1)[-1] for path in plan.targets})
     output.line(
         "plan",
-        f"LoRA rank {settings.rank}, alpha {chosen.alpha} on {len(plan.targets)} layers "
+        f"LoRA rank {settings.rank}, alpha {chosen.alpha} on {counted(len(plan.targets), 'layer')} "
         f"({', '.join(kinds)}), {plan.trainable:,} trainable of {plan.total + plan.trainable:,}",
     )
     epochs = chosen.steps * plan.step_rows / len(plan.rows)
     output.line(
         "plan",
-        f"{chosen.steps} steps of {plan.step_rows} rows "
+        f"{counted(chosen.steps, 'step')} of {counted(plan.step_rows, 'row')} "
         f"({epochs:.1f} epochs), learning rate {chosen.lr:g}, {plan.device}, "
         f"{'4-bit base' if settings.load_in_4bit else plan.dtype}, about "
         f"{_size(plan.base_bytes + 16 * plan.trainable)} without activations",
@@ -82,7 +83,8 @@ def say_plan(plan: "Plan", output: Output) -> None:
     asked = settings.batch_size
     if asked is not None and asked > plan.step_rows:
         output.warn(
-            f"--batch-size {asked} is more than there are rows: steps of {plan.step_rows} rows"
+            f"--batch-size {asked} is more than there are rows: steps of"
+            f" {counted(plan.step_rows, 'row')}"
         )
     for warning in plan.warnings:
         output.warn(warning)
@@ -187,8 +189,9 @@ def _say_result(plan: "Plan", result: "TrainResult", output: Output, *, trained:
     if scores is not None:
         output.line(
             "eval",
-            f"exact match {scores['exact_match']:.3f} (base {scores['base_exact_match']:.3f}), "
-            f"loss {scores['loss']:.4f} (base {scores['base_loss']:.4f}) on {scores['n']} rows",
+            f"exact match {score_text(scores['exact_match'], 3)}"
+            f" (base {score_text(scores['base_exact_match'], 3)}), loss {scores['loss']:.4f}"
+            f" (base {scores['base_loss']:.4f}) on {counted(scores['n'], 'row')}",
         )
     output.line("wrote", f"{plan.settings.out} ({_size(result.size)})")
 

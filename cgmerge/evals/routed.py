@@ -36,6 +36,7 @@ from cgmerge.modules.routing.router import is_weight
 from cgmerge.modules.routing.stack import stacks
 from cgmerge.modules.routing.transform import subtract
 from cgmerge.modules.teacher import position_limit
+from cgmerge.modules.usage import base_names, base_word
 from cgmerge.tensorfile import read_small
 
 if TYPE_CHECKING:
@@ -156,6 +157,11 @@ def plan_routed(request: Request) -> RoutedPlan:
             folder=request.folder,
         )
     )
+    if "base" in spec.needs and request.base is None:
+        word = base_word(None, base_names(static.experts))
+        raise UsageError(
+            f"method `{spec.name}` needs the base in memory", code="base", hint=f"add --base {word}"
+        )
     experts = sorted(static.adapters, key=lambda expert: (expert.name, expert.digest))
     _refuse_twice(experts)
     members, transforms = _transformed(experts, request, static)
@@ -327,10 +333,6 @@ def _require(spec: RoutedMethod, request: Request) -> None:
             f"method `{spec.name}` learns nothing from examples",
             code="examples",
             hint="leave out --examples, or choose gate or retrieval",
-        )
-    if "base" in spec.needs and request.base is None:
-        raise UsageError(
-            f"method `{spec.name}` needs the base in memory", code="base", hint="add --base BASE"
         )
 
 

@@ -17,6 +17,7 @@ from cgmerge.modules.expert import COMPRESSED, is_adapter, open_expert
 from cgmerge.modules.loading import LoadedBase, load_base
 from cgmerge.modules.routing.files import is_routed, open_composition
 from cgmerge.refs import label, local_place
+from cgmerge.shown import some_of
 from cgmerge.tensorfile import file_sha256
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def check_tasks(targets: Sequence[Target], skills: Sequence[str]) -> None:
                 f"{target.name} routes by task, and {strange[0]!r} is not in its table",
                 code="task",
                 hint=f"name data after tasks: --data {sorted(tasks)[0]}=FILE"
-                f" (there are {', '.join(sorted(tasks)[:10])})",
+                f" (there are {some_of(sorted(tasks), 10)})",
                 expected=sorted(tasks),
                 found=strange[0],
             )
@@ -155,14 +156,14 @@ def _open(spec: str, base: Base, *, force_base: bool) -> Target:
     if (folder / "config.json").exists():
         model = open_base(ref)
         return Target(name, "model", _weights_digest(model), model=model)
-    inside = sorted(entry.name for entry in folder.iterdir())[:8]
+    inside = sorted(entry.name for entry in folder.iterdir())
     raise NotFound(
         f"{ref} holds neither an adapter (adapter_config.json), nor a composition"
         " (cgmerge.json), nor a model (config.json)",
         code="target",
-        hint=f"it holds {', '.join(inside)}" if inside else "it is empty",
+        hint=f"it holds {some_of(inside, 8)}" if inside else "it is empty",
         path=folder,
-        found=inside,
+        found=inside[:8],
     )
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from cgmerge.errors import Incompatible
+from cgmerge.shown import some_of
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +63,7 @@ def hooked(model: "torch.nn.Module", makers: Mapping[str, MakeHook]) -> Iterator
     missing = [path for path in makers if path not in modules]
     if missing:
         raise Incompatible(
-            f"the model has no module {', '.join(missing[:5])}", code="modules", found=missing
+            f"the model has no module {some_of(missing)}", code="modules", found=missing
         )
     handles = []
     try:

@@ -16,6 +16,7 @@ import numpy as np
 
 from cgmerge import strictjson
 from cgmerge.errors import Damaged, Incompatible, NotFound, Unsafe
+from cgmerge.shown import some_of
 from cgmerge.tensorfile import TensorFile, TensorInfo, read_small
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ def _weight_files(folder: Path) -> list[Path]:
             raise Unsafe(f"{index} names files outside its folder", code="path")
         missing = [name for name in shards if not (folder / name).exists()]
         if missing:
-            raise Damaged(f"{folder} lacks {', '.join(missing[:5])}", code="shard_missing")
+            raise Damaged(f"{folder} lacks {some_of(missing)}", code="shard_missing")
         return [folder / name for name in shards]
     if single.exists():
         return [single]

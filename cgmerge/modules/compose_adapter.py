@@ -10,6 +10,7 @@ from cgmerge.modules.adapter_out import AdapterForm, missing_siblings, write_ada
 from cgmerge.modules.compose import ModuleReport, Plan, refuse_noop, refuse_rounding
 from cgmerge.modules.compose_record import base_name
 from cgmerge.modules.expert import check_modules, module_prefix, open_expert
+from cgmerge.shown import some_of
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +96,7 @@ def verify_adapter(stage: Path, factors: dict[str, Any]) -> None:
     expert.file.close()
     if wrong:
         raise Damaged(
-            f"what was written does not read back the same: {', '.join(sorted(wrong)[:5])}",
+            f"what was written does not read back the same: {some_of(sorted(wrong))}",
             code="read_back",
             hint="the storage is not reliable; nothing was committed",
         )

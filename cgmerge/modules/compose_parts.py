@@ -9,6 +9,7 @@ from cgmerge.modules.base import Base
 from cgmerge.modules.expert import Expert, check_modules
 from cgmerge.modules.mergekit import Tensor
 from cgmerge.modules.recipe import Part, Recipe
+from cgmerge.shown import some_of
 
 if TYPE_CHECKING:
     from cgmerge.merge import Rule
@@ -119,8 +120,7 @@ def _check(parts: Sequence[Part], names: Sequence[str]) -> None:
         wrong += [m for m in part.modules if part.modules.count(m) > 1]
         if wrong:
             raise UsageError(
-                f"`parts` name modules that are not merged here or named twice:"
-                f" {', '.join(wrong[:5])}",
+                f"`parts` name modules that are not merged here or named twice: {some_of(wrong)}",
                 code="recipe",
                 found=wrong[:5],
             )

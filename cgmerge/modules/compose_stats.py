@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from cgmerge.errors import NotFound, UsageError
 from cgmerge.modules.expert import Expert
+from cgmerge.modules.usage import base_names, base_word
 from cgmerge.quoting import quoted
+from cgmerge.shown import some_of
 
 if TYPE_CHECKING:
     from cgmerge.merge import Rule
@@ -39,7 +41,7 @@ def open_stats(
         full = [expert.name for expert in experts if not isinstance(expert, Expert)]
         raise UsageError(
             f"method `{rule.spec.name}` needs {kind} statistics, which full models do not have:"
-            f" {', '.join(full[:5])}",
+            f" {some_of(full)}",
             code="method",
             hint="use another method, or make adapters of them with `cgmerge extract`",
             found=full,
@@ -53,7 +55,7 @@ def open_stats(
         except NotFound:
             missing.append(expert)
     if missing:
-        _ask_for(missing, adapters, rule, base or "BASE")
+        _ask_for(missing, adapters, rule, base_word(base, base_names(adapters)))
     if kind == "layerwise":
         from cgmerge.modules.layerstats import Along
 
@@ -70,7 +72,7 @@ def _ask_for(
 
     kind = rule.spec.traits.stats or ""
     lines = [
-        f"cgmerge stats {quoted(expert.ref)} --base {quoted(base)} --data FILE"
+        f"cgmerge stats {quoted(expert.ref)} --base {base} --data FILE"
         + (" --overwrite" if path_of(expert, kind).exists() else "")
         for expert in missing
     ]
@@ -81,15 +83,13 @@ def _ask_for(
             for expert, weight in zip(experts, rule.weights, strict=True)
         ]
         files = " ".join(["FILE"] * len(experts))
-        lines = [
-            f"cgmerge stats {' '.join(words)} --base {quoted(base)} --data {files} --kind layerwise"
-        ]
+        lines = [f"cgmerge stats {' '.join(words)} --base {base} --data {files} --kind layerwise"]
         if len(missing) < len(experts):
             lines[0] += " --overwrite"
     commands = "\n  ".join(lines)
     raise NotFound(
         f"method `{rule.spec.name}` needs {kind} statistics; {len(missing)} of"
-        f" {len(experts)} experts have none: {', '.join(e.name for e in missing[:5])}",
+        f" {len(experts)} experts have none: {some_of(e.name for e in missing)}",
         code="stats",
         hint=f"compute them:\n  {commands}",
         found=[expert.ref for expert in missing],

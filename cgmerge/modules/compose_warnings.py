@@ -3,6 +3,8 @@
 import math
 from typing import TYPE_CHECKING
 
+from cgmerge.shown import some_of
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -30,12 +32,12 @@ def plan_warnings(plan: "Plan") -> list[str]:
     unknown = sorted({e.name for e in plan.adapters if e.base_fingerprint is None})
     if unknown:
         checked = "shapes fit" if plan.base else "not checked: no --base"
-        warnings.append(f"{', '.join(unknown[:5])}: no base fingerprint in the expert ({checked})")
+        warnings.append(f"{some_of(unknown)}: no base fingerprint in the expert ({checked})")
         warnings.extend(_other_bases(plan))
     digests = [expert.digest for expert in plan.experts]
     twice = sorted({e.name for e in plan.experts if digests.count(e.digest) > 1})
     if twice:
-        warnings.append(f"the same expert is given more than once: {', '.join(twice[:5])}")
+        warnings.append(f"the same expert is given more than once: {some_of(twice)}")
     if plan.recipe.force_base:
         warnings.append("--force-base: base fingerprints were not enforced")
     unit = set(plan.rule.weights)
@@ -58,7 +60,9 @@ def _other_bases(plan: "Plan") -> list[str]:
     # Where a base lies says little: a repository and a local copy of it end alike.
     if len({name.rstrip("/").rsplit("/", 1)[-1] for name in named}) < 2:
         return []
-    said = "; ".join(f"{', '.join(sorted(e)[:3])}: {name}" for name, e in sorted(named.items())[:5])
+    said = some_of(
+        (f"{some_of(sorted(e), 3)}: {name}" for name, e in sorted(named.items())), between="; "
+    )
     return [f"the experts name their bases differently ({said})"]
 
 
@@ -69,9 +73,7 @@ def result_warnings(
     warnings = []
     idle = [path for path, report in modules.items() if report.norm == 0.0]
     if idle and len(idle) < len(modules):
-        warnings.append(
-            f"{len(idle)} of {len(modules)} modules do not change: {', '.join(idle[:5])}"
-        )
+        warnings.append(f"{len(idle)} of {len(modules)} modules do not change: {some_of(idle)}")
     if plan.rule.even and any(report.error > EVEN_LOSS for report in modules.values()):
         known = ", ".join(f"{k}={v}" for k, v in (plan.rule.spec.traits.even or {}).items())
         warnings.append(

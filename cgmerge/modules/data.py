@@ -34,6 +34,7 @@ from cgmerge.modules.formats import (
     missing_columns,
 )
 from cgmerge.nearest import nearest
+from cgmerge.shown import some_of
 from cgmerge.tensorfile import read_small
 
 __all__ = [
@@ -324,4 +325,4 @@ def _near(path: Path) -> str | None:
 
 def _inside(path: Path) -> str | None:
     names = sorted(entry.name for entry in path.iterdir() if entry.suffix.lower() in _READERS)
-    return f"it holds {', '.join(names[:5])}" if names else None
+    return f"it holds {some_of(names)}" if names else None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cgmerge.errors import DataError, Incompatible
 from cgmerge.modules.formats import Example, Message
+from cgmerge.shown import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -232,8 +233,8 @@ def _refuse_long(
         hint = f"--max-length {longest}, or shorten the rows"
         if beyond:
             hint = (
-                f"the base takes at most {positions} tokens: shorten or drop the {beyond} rows "
-                "whose targets are longer"
+                f"the base takes at most {positions} tokens: shorten or drop the"
+                f" {counted(beyond, 'row')} whose targets are longer"
             )
         raise DataError(
             f"{source}: "

@@ -19,6 +19,7 @@ from cgmerge.modules.base import Base, ModuleShape
 from cgmerge.modules.card import ExpertCard, read_card
 from cgmerge.modules.pairs import CONFIG, PREFIX, Pair, Tensors, pair_up
 from cgmerge.refs import label, local_place
+from cgmerge.shown import some_of
 from cgmerge.tensorfile import TensorFile, read_small
 
 if TYPE_CHECKING:
@@ -242,7 +243,7 @@ def check_modules(expert: Expert, base: Base) -> dict[str, ModuleShape]:
     if wrong:
         raise Incompatible(
             f"{expert.folder} does not fit {base.ref}; {len(wrong)} of {len(expert.pairs)} modules"
-            f" have other shapes (out×in):\n  " + "\n  ".join(wrong[:5]),
+            f" have other shapes (out×in):\n  " + some_of(wrong, between="\n  "),
             code="shape",
             hint="pass the base that the expert was trained on",
             path=expert.folder,
@@ -274,8 +275,8 @@ def _match(expert: Expert, base: Base) -> dict[str, ModuleShape]:
     free = [p for p in modules if p not in expert.pairs and p.rsplit(".", 1)[-1] in leaves]
     raise Incompatible(
         f"{expert.folder}: {len(unmatched)} of {len(expert.pairs)} modules are not in {base.ref}"
-        f"\n  only in the expert: {', '.join(unmatched[:5])}"
-        f"\n  only in the base:   {', '.join(free[:5]) or '(nothing of that kind)'}",
+        f"\n  only in the expert: {some_of(unmatched)}"
+        f"\n  only in the base:   {some_of(free) or '(nothing of that kind)'}",
         code="modules",
         hint=_suggest_prefix(unmatched[0], modules),
         path=expert.folder,
@@ -297,15 +298,15 @@ def _suggest_prefix(path: str, modules: Mapping[str, ModuleShape]) -> str:
 def _check_present(folder: Path) -> None:
     if not (folder / CONFIG).exists():
         below = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
-        inside = sorted(entry.name for entry in folder.iterdir())[:8]
+        inside = sorted(entry.name for entry in folder.iterdir())
         raise NotFound(
             f"{folder} holds no {CONFIG}, so it is no expert",
             code="expert",
-            hint=f"there are experts in {', '.join(below)}"
+            hint=f"there are experts in {some_of(below, 8)}"
             if below
-            else f"it holds {', '.join(inside) or 'nothing'}",
+            else f"it holds {some_of(inside, 8) or 'nothing'}",
             path=folder,
-            found=inside,
+            found=inside[:8],
         )
     if not (folder / WEIGHTS).exists() and not (folder / WEIGHTS).is_symlink():
         pickles = [*folder.glob("adapter_model.*"), *folder.glob("*.bin"), *folder.glob("*.pt")]

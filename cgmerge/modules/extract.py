@@ -21,6 +21,7 @@ from cgmerge.modules.compose import ModuleReport
 from cgmerge.modules.compose_adapter import verify_adapter
 from cgmerge.modules.compose_out import check_out
 from cgmerge.modules.fullmodel import HEAD, FullDeltas, FullExpert, task_vectors
+from cgmerge.shown import some_of
 
 if TYPE_CHECKING:
     import torch
@@ -291,10 +292,9 @@ def _warnings(plan: Extraction, dropped: dict[str, float]) -> list[str]:
     warnings = list(plan.expert.warnings)
     if dropped:
         largest = sorted(dropped, key=lambda name: -dropped[name])
-        shown = ", ".join(f"{name} (norm {dropped[name]:.4g})" for name in largest[:_NAMED])
-        rest = f" and {len(dropped) - _NAMED} more" if len(dropped) > _NAMED else ""
+        shown = some_of((f"{name} (norm {dropped[name]:.4g})" for name in largest), _NAMED)
         warnings.append(
-            f"{len(dropped)} weights changed that LoRA on linear layers cannot hold: {shown}{rest}"
+            f"{len(dropped)} weights changed that LoRA on linear layers cannot hold: {shown}"
         )
     return warnings
 

@@ -6,6 +6,7 @@ from typing import Any
 from cgmerge import strictjson
 from cgmerge.errors import CgmergeError, Damaged, Incompatible
 from cgmerge.modules.base import Base, config_values, stem_of
+from cgmerge.shown import some_of
 from cgmerge.tensorfile import read_small
 
 _HEAD = "lm_head.weight"
@@ -78,7 +79,7 @@ def _check_plain(model: Base) -> None:
     if found or method:
         raise Incompatible(
             f"{model.folder} holds quantized weights"
-            + (f": {', '.join(found[:5])}" if found else ", says its config.json"),
+            + (f": {some_of(found)}" if found else ", says its config.json"),
             code="quantized",
             hint="use the 16-bit model; differences of quantized weights mean nothing",
             path=model.folder,
@@ -129,7 +130,7 @@ def _check_names(own: dict[str, str], wanted: dict[str, str], model: Base, base:
         (missing if _HEAD in wanted else extra).append(_HEAD)
     if missing or extra:
         parts = [
-            f"{len(names)} weights are only in the {where}: {', '.join(names[:5])}"
+            f"{len(names)} weights are only in the {where}: {some_of(names)}"
             for where, names in (("base", missing), ("fine-tune", extra))
             if names
         ]
@@ -153,7 +154,7 @@ def _check_shapes(own: dict[str, str], wanted: dict[str, str], model: Base, base
     if wrong:
         raise Incompatible(
             f"{model.folder} does not fit {base.ref}; {len(wrong)} weights have other shapes:\n  "
-            + "\n  ".join(wrong[:5]),
+            + some_of(wrong, between="\n  "),
             code="shape",
             hint="pass the base that the model was trained from",
             path=model.folder,

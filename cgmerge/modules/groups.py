@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from cgmerge.errors import Incompatible
 from cgmerge.modules.expert import open_expert
+from cgmerge.shown import some_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ def group_experts(refs: Sequence[str], count: int) -> list[Group]:
     known = sorted({e.base_fingerprint for e in experts if e.base_fingerprint})
     if len(known) > 1:
         raise Incompatible(
-            f"these experts are of {len(known)} bases: {', '.join(known[:3])}",
+            f"these experts are of {len(known)} bases: {some_of(known, 3)}",
             code="base",
             hint="give those of one base a tag, and list that: --tag WORD",
             found=known[:10],

@@ -24,6 +24,7 @@ from cgmerge.modules.mergekit_table import (
 )
 from cgmerge.nearest import nearest
 from cgmerge.plain import exact
+from cgmerge.shown import some_of
 
 KEY = "merge_method"
 """What tells a mergekit file from a recipe of ours."""
@@ -398,7 +399,7 @@ def _common(file: _File, name: str) -> float:
         value = file.number(name, own, _shown(ref))
         found[ref] = float(file.entry.params[name]) if value is None else value
     if len(set(found.values())) > 1:
-        shown = ", ".join(f"{_shown(ref)} {value:g}" for ref, value in list(found.items())[:5])
+        shown = some_of(f"{_shown(ref)} {value:g}" for ref, value in found.items())
         file.refuse(
             f"`{name}`",
             f"must be the same for every model here, found {shown}",

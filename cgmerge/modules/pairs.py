@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from cgmerge.errors import Damaged, Incompatible, LimitExceeded, Unsafe
 from cgmerge.modules.adapter_config import MAX_RANK, AdapterConfig
+from cgmerge.shown import some_of
 from cgmerge.tensorfile import TensorInfo
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def _check_listed(file: Tensors, config: AdapterConfig, paths: Iterable[str]) ->
     if stray:
         raise Incompatible(
             f"{file.path} has weights for {len(stray)} modules that {CONFIG} rules out"
-            f" (target_modules, exclude_modules or layers_to_transform): {', '.join(stray[:5])}",
+            f" (target_modules, exclude_modules or layers_to_transform): {some_of(stray)}",
             code="config_targets",
             hint=f"PEFT leaves them out as well; correct {CONFIG} if they belong to the expert",
             path=file.path,
@@ -164,7 +165,7 @@ def _check_names(file: Tensors) -> None:
         holders = [name for name in names if word in name] + tables.get(word, [])
         if holders:
             raise Incompatible(
-                f"{file.path}: {reason}: {', '.join(holders[:5])}",
+                f"{file.path}: {reason}: {some_of(holders)}",
                 code=code,
                 hint="train the expert as plain LoRA on linear layers",
                 path=file.path,
@@ -173,9 +174,9 @@ def _check_names(file: Tensors) -> None:
     lora = {name for name in names if _LORA.fullmatch(name)}
     full = [name for name in names if name not in lora]
     if (full and lora) or (full and not any("lora_" in name for name in names)):
-        shapes = [f"{name} {list(file.infos[name].shape)}" for name in full[:5]]
+        shapes = [f"{name} {list(file.infos[name].shape)}" for name in full]
         raise Unsafe(
-            f"{file.path} holds {len(full)} tensors that are not LoRA factors: {', '.join(shapes)}",
+            f"{file.path} holds {len(full)} tensors that are not LoRA factors: {some_of(shapes)}",
             code="full_weights",
             hint="an expert may change the base through low-rank deltas only; remove them",
             path=file.path,
@@ -185,7 +186,7 @@ def _check_names(file: Tensors) -> None:
     if stray:
         raise Incompatible(
             f"{file.path}: {len(stray)} tensor names are not of the form"
-            f" {PREFIX}<module>.lora_A.weight: {', '.join(stray[:5])}",
+            f" {PREFIX}<module>.lora_A.weight: {some_of(stray)}",
             code="names",
             hint=_suggest_names(stray[0]),
             path=file.path,

@@ -3,18 +3,22 @@
 Paths in a recipe are relative to the recipe, so that it means the same from every folder.
 """
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cgmerge import strictjson
-from cgmerge.errors import UsageError
+from cgmerge import fs, strictjson
+from cgmerge.errors import NotFound, UsageError
 from cgmerge.modules.builtin import NAMES
 from cgmerge.refs import expanded
+from cgmerge.shown import some_of
 from cgmerge.tensorfile import read_small
 
 MAX_BYTES = 4 * 1024 * 1024
 """Of JSON, which is read fast; `strictyaml` has a limit of its own."""
 
+_LINE = "\n  "
 _SUFFIXES = (".yml", ".yaml", ".json")
 
 
@@ -54,6 +58,30 @@ def located(name: str, recipe: Path) -> Path:
             hint="name a file or a folder",
         )
     return recipe.parent / expanded(name)
+
+
+def refuse_missing(recipe: Path, named: Iterable[tuple[str, Path]], *, code: str = "file") -> None:
+    """Refuse a recipe that names files or folders which are not there, all of them at once.
+
+    Args:
+        recipe: Its file.
+        named: The key at which each stands, and where it would be.
+        code: Last part of the error's code.
+
+    Raises:
+        NotFound: Says key and absolute path of each.
+    """
+    lost = [(place, path) for place, path in named if not os.path.exists(path)]  # noqa: PTH110
+    if not lost:
+        return
+    lines = (f"{place}: {fs.absolute(path)}" for place, path in lost)
+    raise NotFound(
+        f"{recipe} names what is not there:\n  {some_of(lines, between=_LINE)}",
+        code=code,
+        hint=f"edit {recipe}, whose paths are relative to its own folder, or put the files there",
+        path=lost[0][1],
+        found={place: str(path) for place, path in lost},
+    )
 
 
 def located_ref(ref: str, recipe: Path) -> str:

@@ -22,7 +22,9 @@ from cgmerge.modules.attach import attached
 from cgmerge.modules.encoding import Encoded
 from cgmerge.modules.expert import Expert
 from cgmerge.modules.loading import LoadedBase
+from cgmerge.modules.usage import base_names, base_word
 from cgmerge.quoting import quoted
+from cgmerge.shown import some_of
 from cgmerge.tensorfile import TensorFile
 
 if TYPE_CHECKING:
@@ -189,8 +191,8 @@ class StatsFile(Mapping[str, Tensor]):
             raise Incompatible(
                 f"{path} belongs to another expert, or to an earlier state of {expert.name}",
                 code="stats",
-                hint=f"compute them again: cgmerge stats {quoted(expert.ref)} --base BASE"
-                " --data FILE",
+                hint=f"compute them again: cgmerge stats {quoted(expert.ref)}"
+                f" --base {base_word(None, base_names([expert]))} --data FILE --overwrite",
                 path=path,
                 expected=expert.digest,
                 found=self.content["expert"],
@@ -360,7 +362,7 @@ def _check_reached(names: Sequence[str], reached: Mapping[str, object]) -> None:
     idle = [name for name in names if name not in reached]
     if idle:
         raise Incompatible(
-            f"{len(idle)} modules of the expert were never used: {', '.join(idle[:5])}",
+            f"{len(idle)} modules of the expert were never used: {some_of(idle)}",
             code="modules",
             found=idle[:5],
         )

@@ -13,6 +13,7 @@ from cgmerge.modules.base import stem_of
 from cgmerge.modules.fullmodel import HEAD
 from cgmerge.modules.model_out import FileWeight, delta_keys, layout, pieces_of
 from cgmerge.modules.weights import CHUNK_ENTRIES, WeightReader
+from cgmerge.shown import some_of
 from cgmerge.tensorfile import torch_dtype
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class TrialModel:
         missing = [name for name in self.weights if stem_of(name) not in found]
         if missing:
             raise Incompatible(
-                f"the loaded base has no weight {', '.join(missing[:5])}",
+                f"the loaded base has no weight {some_of(missing)}",
                 code="modules",
                 hint="give --scale instead of --tune",
                 found=missing[:5],

@@ -52,4 +52,4 @@ def test_modules_that_do_not_change_are_named(run, experts):
     assert any("1 of 4 modules do not change" in text for text in found["warnings"])
     code, out, _ = run("inspect", experts / "E1")
     assert code == 0
-    assert "1 modules have ΔW = 0" in out
+    assert "1 module with ΔW = 0" in out

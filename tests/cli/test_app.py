@@ -14,6 +14,7 @@ import support
 from cgmerge.cli import app, output
 from cgmerge.cli.output import Output
 from cgmerge.errors import Damaged, UsageError
+from cgmerge.modules.card import BaseId, ExpertCard
 
 
 def test_version(run):
@@ -248,6 +249,23 @@ def test_inspect_an_expert(run, experts, models):
     code, out, _ = run("inspect", experts / "E3", "-v")
     assert "rank 8, scaling 0.5" in out
     assert "down_proj" in out
+
+
+def test_inspect_shows_scores_one_by_one(run, experts):
+    """The expert's own first; nothing as Python would print it."""
+    tested = {"base_exact_match": 0.0, "exact_match": 0.675, "n": 40}
+    metrics = {"first_loss": 4.8, "loss": 0.00408023550407961, "eval": tested, "note": "x"}
+    card = ExpertCard(skill="s", base=BaseId(name="some/base"), metrics=metrics)
+    text = json.dumps(card.model_dump(mode="json", by_alias=True))
+    (experts / "E1/expert.json").write_text(text)
+    code, out, err = run("inspect", experts / "E1")
+    assert code == 0, err
+    lines = [line.split(maxsplit=1) for line in out.splitlines()]
+    assert [line[1] for line in lines if line[0] == "metric"] == [
+        "eval.exact_match = 0.675", "loss = 0.00408024", "eval.base_exact_match = 0",
+        "eval.n = 40", "first_loss = 4.8", "note = x",
+    ]  # fmt: skip
+    assert run("verify", experts / "E1")[2].splitlines()[-1].startswith("checked  1 expert, ")
 
 
 def test_inspect_a_base(run, models):

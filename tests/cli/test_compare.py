@@ -19,9 +19,9 @@ def test_table(run, both):
     assert code == 0, stderr
     lines = stdout.splitlines()
     assert lines[0].split()[:5] == ["skill", "n", "before", "after", "change"]
-    assert lines[1].split()[:5] == ["copy", "10", "0.50", "0.90", "+0.40"]
+    assert lines[1].split()[:5] == ["copy", "10", "0.500", "0.900", "+0.400"]
     assert lines[1].split()[-3:] == ["4", "0", "0.250"]
-    assert lines[3].split()[:5] == ["mean", "14", "0.50", "0.57", "+0.08"]
+    assert lines[3].split()[:5] == ["mean", "14", "0.500", "0.575", "+0.075"]
     assert "McNemar" in stdout
     assert "before   base  base  sha256" in stderr
     assert "expected" not in stdout

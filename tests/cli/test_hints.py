@@ -4,8 +4,11 @@ import os
 import shlex
 from pathlib import Path
 
+import composition_support as small
 import pytest
 import support
+
+from cgmerge.modules.base import open_base
 
 
 @pytest.fixture
@@ -51,6 +54,44 @@ def test_the_hint_works_as_it_stands(run, whole):
     assert code == 0, err
     _, _, err = run("extract", "MODEL", "--base", "my base", "--rank", 4, "-o", "my lora")
     assert "cgmerge eval 'my lora' --base 'my base' --data TEST.jsonl" in err
+
+
+def test_a_base_that_the_experts_name_stands_in_hints(run, tmp_path, monkeypatch):
+    """Also where no --base is given; where they disagree, nobody guesses."""
+    monkeypatch.chdir(tmp_path)
+    shapes = small.shapes("q_proj")
+    names = {"my e": "tiny", "f": "tiny", "g": "other"}
+    for seed, (name, base) in enumerate(names.items()):
+        support.make_expert(name, shapes, seed=seed + 1, base_model_name_or_path=base)
+    Path("d.jsonl").write_text('{"prompt": "copy : a =", "completion": "a"}\n')
+
+    def hint(*words):
+        return run(*words)[2].partition("hint: ")[2].strip()
+
+    said = "measure it: cgmerge eval 'my o' --base {} --data TEST.jsonl"
+    assert hint("compose", "my e", "f", "-o", "my o") == said.format("tiny")
+    assert hint("compose", "my e", "g", "-o", "my o", "--overwrite") == said.format("BASE")
+    words = ["--base", "smollm2", "-o", "my o", "--overwrite"]
+    Path("smollm2").symlink_to(open_base("tiny").folder)
+    assert hint("compose", "my e", "g", *words) == said.format("smollm2")
+    for method in ("regmean", "fisher"):
+        asked = hint("compose", "my e", "f", "-m", method, "-o", "x")
+        assert "cgmerge stats 'my e' --base tiny --data FILE\n" in asked
+        assert asked.endswith("cgmerge stats f --base tiny --data FILE")
+    assert "stats 'my e' f --base tiny --data FILE FILE" in hint(
+        "compose", "my e", "f", "-m", "regmean++", "-o", "x"
+    )
+    for more in (["--tune", "d.jsonl"], ["-m", "lorahub", "--examples", "d.jsonl"],
+                 ["-m", "gate", "--examples", "my e=d.jsonl", "f=d.jsonl"]):  # fmt: skip
+        assert hint("compose", "my e", "f", *more, "-o", "x") == "add --base tiny", more
+    assert hint("compress", "f", "--calibrate", "d.jsonl", "-o", "f.cge") == "add --base tiny"
+    assert run("compress", "f", "-o", "f.cge", "-q")[0] == 0
+    assert hint("decompress", "f.cge", "-o", "back").endswith(
+        "eval back --base tiny --data TEST.jsonl"
+    )
+    routed = hint("compose", "my e", "f", "-m", "arrow", "-o", "my r")
+    assert "eval 'my r' --base tiny --data TEST.jsonl" in routed
+    assert "route 'my r' --base tiny --explain" in routed
 
 
 def test_links_to_files_are_followed_where_the_user_names_them(run, whole, tmp_path):

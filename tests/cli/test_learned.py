@@ -159,7 +159,7 @@ def test_what_does_not_go_together(run, place, tmp_path):
         "compose", place / "e1", "-m", "atlas", "--examples", file, "-o", tmp_path / "o"
     )
     assert code == 2
-    assert "add --base BASE" in err
+    assert "add --base hf://some/base" in err
     weighted = [*words(place, "atlas", names=("e1=0.5", "e2")), "-o", tmp_path / "o"]
     code, _, err = run(*weighted, "--examples", file)
     assert code == 2

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import case_support as cases
@@ -57,6 +58,23 @@ def test_what_add_says_is_what_ls_says(run, experts, small):
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == ["name", "E1", "tiny"]
     assert run("ls", experts / "lib", "-q") == (0, "E1\ntiny\n", "")
+
+
+def test_ls_shows_what_the_expert_itself_reaches(run, experts):
+    """Not the base's scores, which come first in the alphabet, nor the loss before training."""
+    (item,) = lib.make_items(experts / "x", 1)
+    said = {"first_loss": 4.846, "loss": 0.25}
+    tested = {"eval.base_exact_match": 0.0, "eval.base_loss": 3.632, "eval.exact_match": 0.675}
+    for name, scores in (("a", said), ("b", {**said, **tested, "eval.loss": 0.2221, "eval.n": 40})):
+        one = replace(item.entry, name=name, scores=scores)
+        writing.add(Folder(experts / "lib"), [replace(item, entry=one)])
+    _, out, _ = run("ls", experts / "lib")
+    a, b = out.splitlines()[1:]
+    assert a.split()[-2:] == ["loss", "0.25"]
+    assert b.split()[-4:] == ["eval.exact_match", "0.675,", "eval.loss", "0.2221"]
+    assert "base" not in b.split("eval.exact_match")[1]
+    listed = cases.done(run("ls", experts / "lib", "--json"))["experts"]
+    assert listed[1]["scores"]["eval.base_loss"] == 3.632
 
 
 def test_references_into_a_library(run, experts, library, small):

@@ -174,6 +174,45 @@ def test_mistakes_are_named_before_any_work(trained, run, old, new, said):
     assert not (trained / "study").exists()
 
 
+def test_what_is_not_there_is_named_by_its_keys(trained, run):
+    """All of it at once, with the places that were looked at."""
+    (trained / "sub").mkdir()
+    names = {"steps: 3": "steps: 3, eval_data: e.jsonl", "report: false": "experts: {x: some/x}"}
+    text = (trained / "p.yml").read_text()
+    for old, new in names.items():
+        text = text.replace(old, new)
+    (trained / "sub/p.yml").write_text(text)
+    error = cases.refused(run("run", "sub/p.yml", "--dry-run", "--json"), 2, "not_found.file")
+    here = trained / "sub"
+    assert error["message"].splitlines() == [
+        "sub/p.yml names what is not there:",
+        f"  experts.x: {here}/some/x",
+        f"  train.eval_data: {here}/e.jsonl",
+        f"  train.skills.up: {here}/up.jsonl",
+        f"  train.skills.back.data: {here}/back.jsonl",
+        f"  eval.data.up: {here}/up.jsonl",
+        "  and 1 more",
+    ]
+    assert "relative to its own folder" in error["hint"]
+    for name in ("e", "up", "back"):
+        (here / f"{name}.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (here / "some/x").mkdir(parents=True)
+    base = (here / "p.yml").read_text().replace("base: tiny", "base: bases/b")
+    (here / "q.yml").write_text(base)
+    cases.refused(run("run", "sub/q.yml", "--json"), 2, "not_found.file", f"base: {here}/bases/b")
+    assert run("run", "sub/p.yml", "--dry-run")[0] == 0
+
+
+def test_what_init_wrote_says_what_to_put_in_place(tmp_path, run, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cases.done(run("init", "--json"))
+    code, _, err = run("run", "pipeline.yml", "--dry-run")
+    assert code == 2
+    for key in ("train.skills.reverse", "train.skills.sort.data", "eval.data.pairs"):
+        assert f"  {key}: {tmp_path}/" in err
+    assert "hint: edit pipeline.yml" in err
+
+
 def test_a_record_that_is_none_is_refused(trained, run):
     cases.done(run("run", "p.yml", "--only", "train-up", "--json"))
     (trained / "study/steps/train-up.json").write_text("{}")

@@ -163,7 +163,7 @@ def test_batches_of_more_rows_than_there_are(run, at, tmp_path):
         assert code == 0
         assert (found["batch_size"], found["batch_size_asked"]) == (1, asked)
         assert any(f"--batch-size {asked} is more than" in text for text in found["warnings"])
-        assert "steps of 1 rows" in err
+        assert "steps of 1 row" in err
     code, out, _ = run(*words, 1)
     assert json.loads(out)["batch_size"] == 1
     assert not any("--batch-size" in text for text in json.loads(out)["warnings"])
@@ -175,7 +175,7 @@ def test_rows_that_are_too_long_for_the_base(run, at, tmp_path):
     error = json.loads(err.splitlines()[-1])
     assert (code, error["code"]) == (3, "data.too_long")
     assert error["message"].startswith("long.jsonl: 1 of 2 rows have a target that does not fit")
-    assert error["hint"].startswith("the base takes at most 128 tokens: shorten or drop the 1 rows")
+    assert error["hint"].startswith("the base takes at most 128 tokens: shorten or drop the 1 row ")
     code, _, err = run(*words, "--data", "one.jsonl", "--max-length", 2)
     needed = json.loads(err.splitlines()[-1])["found"]
     assert json.loads(err.splitlines()[-1])["hint"].startswith(f"--max-length {needed}, or")

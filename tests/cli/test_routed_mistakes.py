@@ -208,7 +208,12 @@ def test_words_say_what_decides(shelf, run):
         code, _, err = run("compose", *EXPERTS, "-m", method, "-o", method)
         assert code == 0
         assert err.count(said) == 2
-    assert "route task --base BASE --task TASK --explain" in err
+    assert "route task --base hf://some/base --task TASK --explain" in err
+    page = (shelf / "task/README.md").read_text()
+    assert "cgmerge eval . --base hf://some/base --data TASK=TEST.jsonl" in page
+    assert "cgmerge chat . --base hf://some/base --task TASK\n" in page
+    page = (shelf / "arrow/README.md").read_text()
+    assert 'cgmerge route . --base hf://some/base --explain "text"' in page
     _, _, err = run("route", "experts/sort", "--base", "tiny", "--explain", "a b")
     assert "static decides" not in err
 

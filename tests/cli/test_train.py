@@ -132,6 +132,25 @@ class TestErrors:
         assert word in last["code"]
         return last
 
+    def test_data_of_a_recipe_that_are_not_there(self, run, tmp_path):
+        recipe = tmp_path / "s.yml"
+        recipe.write_text("base: tiny\nout: o\neval_data: e.jsonl\n"
+                          "skills: {a: a.jsonl, b: {data: [b.jsonl]}}\n")  # fmt: skip
+        (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+        for more in ([], ["--modular", "skills=2"]):
+            error = self.check(run("train", recipe, *more, "--json"), 2, "not_found.data")
+            assert error["message"].splitlines()[1:] == [
+                f"  skills.a.eval_data: {tmp_path}/e.jsonl",
+                f"  skills.b: {tmp_path}/b.jsonl",
+                f"  skills.b.eval_data: {tmp_path}/e.jsonl",
+            ]
+        words = ["train", recipe, "--skill", "a", "--json"]
+        error = self.check(run(*words), 2, "not_found.data")
+        assert "skills.b" not in error["message"]
+        # Files on the command line are not the recipe's, whose folder has nothing to do with them.
+        error = self.check(run(*words, "--eval-data", "no.jsonl"), 2, "not_found.data")
+        assert "skills.a" not in error["message"]
+
     def test_missing_options(self, run):
         error = self.check(run("train", "--base", "x", "--json"), 2, "usage.missing_option")
         assert "--data, --skill, --out" in error["message"]
@@ -164,7 +183,23 @@ class TestErrors:
 
     def test_existing_output_and_other_run(self, run, words, place, tmp_path):
         assert run(*words("-q"))[0] == 0
-        self.check(run(*words("--json")), 2, "usage.out_exists")
+        error = self.check(run(*words("--json")), 2, "usage.out_exists")
+        assert error["message"].endswith("the expert that this very command made")
+        for more, name in ((["--lr", "0.002"], "lr"), (["--skill", "other"], "skill")):
+            error = self.check(run(*words("--json", *more)), 2, "usage.out_exists")
+            assert list(error["expected"]) == list(error["found"]) == [name]
+            there, now = error["expected"][name], error["found"][name]
+            assert error["message"].splitlines()[1:] == [f"  {name}: {there} there, {now} now"]
+            assert str(now) == more[1]
+            assert "--overwrite" in error["hint"]
+        rows = place / "more.jsonl"
+        rows.write_text('{"prompt": "copy : a =", "completion": "a"}\n' * 4)
+        error = self.check(run(*words("--json", "--data", rows)), 2, "usage.out_exists")
+        assert {"data", "tokens"} <= set(error["found"])
+        card = tmp_path / "expert/expert.json"
+        card.write_text("{}")
+        error = self.check(run(*words("--json")), 2, "usage.out_exists")
+        assert error["message"].endswith("exists already")
         assert run(*words("-q", "--overwrite"))[0] == 0
         work = WorkFolder(tmp_path / "second")
         work.open({"rank": 64})

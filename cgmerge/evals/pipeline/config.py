@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from cgmerge.errors import UsageError
-from cgmerge.modules.recipefile import located, located_base, read_mapping
+from cgmerge.modules.builtin import NAMES
+from cgmerge.modules.recipefile import located, located_base, read_mapping, refuse_missing
 from cgmerge.nearest import nearest
 
 Options = Mapping[str, Any]
@@ -51,9 +52,15 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The value of an option that names files, by label where there are labels."""
+    """The value of an option that names files, by label where there are labels.
+
+    Attributes:
+        items: Label and file.
+        place: The key in the pipeline's file.
+    """
 
     items: tuple[tuple[str | None, Path], ...]
+    place: str
 
 
 def read_pipeline(path: Path) -> Pipeline:
@@ -108,6 +115,28 @@ def read_pipeline(path: Path) -> Pipeline:
     return found
 
 
+def check_there(pipeline: Pipeline) -> None:
+    """Refuse a pipeline that names files or folders which are not there, before any work.
+
+    Raises:
+        NotFound: Says the key and the absolute path of each.
+    """
+    named: list[tuple[str, Path]] = []
+    if pipeline.base not in NAMES and "://" not in pipeline.base:
+        named.append(("base", Path(pipeline.base)))
+    named += [
+        (f"experts.{name}", Path(ref)) for name, ref in pipeline.experts.items() if "://" not in ref
+    ]
+    entries = (*pipeline.train.values(), *pipeline.compress, *pipeline.compose, pipeline.evaluation)
+    for value in (value for entry in entries for value in entry.values()):
+        if isinstance(value, Files):
+            named += [
+                (f"{value.place}.{label}" if label else value.place, path)
+                for label, path in value.items
+            ]
+    refuse_missing(pipeline.path, dict.fromkeys(named))
+
+
 def _training(value: Any, path: Path) -> tuple[dict[str, Options], list[str]]:
     if value is None:
         return {}, []
@@ -120,11 +149,12 @@ def _training(value: Any, path: Path) -> tuple[dict[str, Options], list[str]]:
     if not isinstance(launcher, str):
         raise _wrong(path, "train.launcher", "a text", launcher)
     found = {}
+    common = _options(shared, "train", path)
     for skill, own in skills.items():
-        entry = own if isinstance(own, dict) else {"data": own}
-        found[_name(skill, "train.skills", path)] = _options(
-            {**shared, **entry}, f"train.skills.{skill}", path
-        )
+        place = f"train.skills.{skill}"
+        alone = {} if isinstance(own, dict) else {"data": _files(own, "data", place, path)}
+        entry = alone or _options(own, place, path)
+        found[_name(skill, "train.skills", path)] = {**common, **entry}
     return found, launcher.split()
 
 
@@ -156,10 +186,10 @@ def _options(entry: Any, place: str, path: Path) -> Options:
 def _files(value: Any, key: str, where: str, path: Path) -> Files:
     if isinstance(value, dict) and key in _LABELLED:
         return Files(
-            tuple((str(k), located(_text(v, where, path), path)) for k, v in value.items())
+            tuple((str(k), located(_text(v, where, path), path)) for k, v in value.items()), where
         )
     many = value if isinstance(value, list) else [value]
-    return Files(tuple((None, located(_text(item, where, path), path)) for item in many))
+    return Files(tuple((None, located(_text(item, where, path), path)) for item in many), where)
 
 
 def _scalars(value: Any, where: str, path: Path) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from cgmerge import __version__
 from cgmerge.errors import UsageError
 from cgmerge.evals.pipeline.config import Files, Options, Pipeline
+from cgmerge.shown import some_of
 from cgmerge.tensorfile import file_sha256
 
 KINDS = ("train", "compress", "compose", "eval", "report")
@@ -174,7 +175,7 @@ class _Maker:
                 raise UsageError(
                     f"{self.pipeline.path}: no expert is called {pattern!r}",
                     code="pipeline",
-                    hint=f"there are {', '.join(list(experts)[:10])}",
+                    hint=f"there are {some_of(experts, 10)}",
                 )
             found |= hits
         return found

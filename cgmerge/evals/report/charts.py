@@ -8,6 +8,7 @@ from html import escape
 from cgmerge.evals.report.files import Tuned
 from cgmerge.evals.report.labels import label
 from cgmerge.evals.summary import GroupScore
+from cgmerge.shown import score_text
 
 _WIDTH, _HEIGHT = 360, 330
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 348, 12, 284
@@ -38,7 +39,9 @@ def scatter(dots: Sequence[Dot], x_title: str, y_title: str) -> str:
     Returns:
         An `svg` element that needs the page's style.
     """
-    said = "; ".join(f"{dot.name} {dot.x.score:.2f}, {dot.y.score:.2f}" for dot in dots)
+    said = "; ".join(
+        f"{dot.name} {score_text(dot.x.score)}, {score_text(dot.y.score)}" for dot in dots
+    )
     parts = [_open(f"{label(y_title)} against {label(x_title)}: {said}")]
     parts += _axes((0.0, 1.0), _fifths(), x_title, y_title)
     parts.append(_segment("diag", (_x(0.0), _y(0.0)), (_x(1.0), _y(1.0))))
@@ -99,7 +102,7 @@ def curves(tuned: Tuned, y_title: str) -> str:
     best = max((p for one in shown for p in one.points), key=lambda p: p.score)
     parts = [
         _open(
-            f"{y_title} over the scale, {len(scales)} trials; best {best.score:.2f} at"
+            f"{y_title} over the scale, {len(scales)} trials; best {score_text(best.score)} at"
             f" {best.scale:g}",
             height,
         )

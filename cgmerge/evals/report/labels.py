@@ -38,12 +38,6 @@ def labels(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def numbers_in(score: float, digits: int = 2) -> str:
-    """Write a score; a minus sign only where something is below zero."""
-    text = f"{score:.{digits}f}"
-    return text.removeprefix("-") if float(text) == 0 else text
-
-
 def p_value(p: float) -> str:
     """Write a p-value: three digits, or that it is smaller."""
     return f"p = {p:.3f}" if p >= 0.001 else "p < 0.001"

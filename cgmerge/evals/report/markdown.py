@@ -6,7 +6,13 @@ from collections.abc import Mapping, Sequence
 from cgmerge.evals.record import Comparison, Mean, Result
 from cgmerge.evals.report.labels import label, labels, p_value
 from cgmerge.evals.report.page import Report
-from cgmerge.evals.report.sections import Key, Section, column_labels, significant
+from cgmerge.evals.report.sections import (
+    Key,
+    Section,
+    best_expert,
+    column_labels,
+    significant,
+)
 from cgmerge.evals.report.tables import signed
 
 _MARKS = {1: " ▲", 0: "", -1: " ▼"}
@@ -95,7 +101,7 @@ def _differences(section: Section, family: Mapping[Key, Comparison]) -> str:
     for skill in places:
         head = "mean" if skill is None else plain(skills[skill])
         if family is section.expert:
-            head += f" (against {plain(names[section.experts[skill]])})"
+            head += f" (against {plain(best_expert(section, skill))})"
         rows.append([head, *(_difference(family[column, skill]) for column in columns)])
     return _table(["skill", *(plain(names[column]) for column in columns)], rows)
 

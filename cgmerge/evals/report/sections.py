@@ -331,6 +331,14 @@ def significant(one: Comparison) -> int:
     return sign if one.difference * sign > 0 else 0
 
 
+def best_expert(section: Section, skill: str | None) -> str:
+    """Say which expert a skill is compared with, and where none is better than another."""
+    shown = column_labels(section)[section.experts[skill]]
+    experts = [one for one in section.columns if one.target.kind == "expert"]
+    scores = {(one.mean if skill is None else one.results[skill]).score for one in experts}
+    return f"{shown}; no expert is better" if len(experts) > 1 and len(scores) == 1 else shown
+
+
 def column_labels(section: Section) -> dict[str, str]:
     """Return what tables call the columns."""
     return labels(one.name for one in section.columns)

@@ -4,9 +4,16 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from cgmerge.evals.record import Comparison, Mean, Result
-from cgmerge.evals.report.labels import labels, numbers_in, p_value
-from cgmerge.evals.report.sections import Key, Section, column_labels, significant
+from cgmerge.evals.report.labels import labels, p_value
+from cgmerge.evals.report.sections import (
+    Key,
+    Section,
+    best_expert,
+    column_labels,
+    significant,
+)
 from cgmerge.evals.summary import GroupScore
+from cgmerge.shown import score_text
 
 _STEPS = 10
 _MARKS = {1: "▲", 0: "", -1: "▼"}
@@ -100,9 +107,9 @@ def signed(value: float, *, plus: bool = False) -> str:
 
     Example:
         >>> signed(-0.125), signed(0.5, plus=True), signed(-0.001)
-        ('−0.12', '+0.50', '0.00')
+        ('−0.13', '+0.50', '0.00')
     """
-    text = numbers_in(value)
+    text = score_text(value)
     sign = "+" if plus and float(text) > 0 else ""
     return sign + text.replace("-", "−")
 
@@ -129,7 +136,7 @@ def differences_table(
     for skill in places:
         head = "mean of the skills" if skill is None else name(skills[skill])
         if against_experts:
-            head += f"<small>against {name(names[section.experts[skill]])}</small>"
+            head += f"<small>against {name(best_expert(section, skill))}</small>"
         cells = [_difference(family[column, skill]) for column in columns]
         rows.append(_row(head, cells, kind="mean" if skill is None else ""))
     return table(note, heads, rows, kind="heat", title=title)

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from cgmerge.evals.record import Comparison
-from cgmerge.evals.report.labels import label, labels, numbers_in, p_value
+from cgmerge.evals.report.labels import label, labels, p_value
 from cgmerge.evals.report.sections import Key, Section, column_labels, significant
+from cgmerge.shown import score_text
 
 _MOST_NAMES = 6
 
@@ -43,8 +44,8 @@ def _best(section: Section, names: dict[str, str]) -> str:
     top = section.top
     equal = [one for one in section.columns if one.mean.score == top.mean.score]
     mean = top.mean
-    interval = f"{numbers_in(mean.score)} (95 % interval {numbers_in(mean.low)} to"
-    score = f"{interval} {numbers_in(mean.high)})"
+    interval = f"{score_text(mean.score)} (95 % interval {score_text(mean.low)} to"
+    score = f"{interval} {score_text(mean.high)})"
     weighs = ", every skill weighing the same" if len(section.skills) > 1 else ""
     if len(section.columns) == 1:
         return f"{names[top.name]} reaches a mean of {score}{weighs}."
@@ -97,7 +98,7 @@ def _against_experts(section: Section, names: dict[str, str]) -> list[str]:
         return ["On no skill is it significantly worse than the best single expert of that skill."]
     shown = labels(section.skills)
     parts = [
-        f"{shown[skill]} ({numbers_in(-one.difference)} lower than {names[section.experts[skill]]})"
+        f"{shown[skill]} ({score_text(-one.difference)} lower than {names[section.experts[skill]]})"
         for skill, one in sure_worse
     ]
     price = "Merging has a price: it is significantly worse than the best single expert on"
@@ -124,8 +125,8 @@ def _changes(section: Section, cells: _Found, base: str) -> str:
     before, after = section.column(base).results, section.top.results
     return _listed(
         [
-            f"{shown[skill]} ({numbers_in(before[skill].score)} to"
-            f" {numbers_in(after[skill].score)}, {p_value(one.p_holm)})"
+            f"{shown[skill]} ({score_text(before[skill].score)} to"
+            f" {score_text(after[skill].score)}, {p_value(one.p_holm)})"
             for skill, one in cells
         ]
     )

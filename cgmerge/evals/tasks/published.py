@@ -21,6 +21,7 @@ from typing import Any
 from cgmerge import strictjson
 from cgmerge.errors import Damaged, DataError, LimitExceeded, NotFound
 from cgmerge.evals.tasks.parts import Parts, Record
+from cgmerge.shown import some_of
 
 _MOST_BYTES = 512 * 1024 * 1024
 _SHOTS = 5
@@ -129,7 +130,8 @@ def _stray(name: str, rows: list[Record]) -> list[str]:
     odd = [one for one in answers if (one[:1], one[-1:]) != _LETTER or len(one) != 3]
     if not odd or len(odd) * 2 > len(answers):
         return []
-    return [f"{name}: {len(odd)} targets are no option letter: {', '.join(sorted(set(odd)))[:200]}"]
+    shown = some_of(one[:40] for one in sorted(set(odd)))
+    return [f"{name}: {len(odd)} targets are no option letter: {shown}"]
 
 
 def _read_tsv(path: Path) -> Iterator[Record]:
@@ -155,7 +157,7 @@ def _needed(folder: Path, name: str) -> Path:
     if path is None:
         there = sorted(one.name for one in folder.iterdir()) if folder.is_dir() else []
         raise NotFound(
-            f"{folder} holds no {name} or {name}.gz; found {', '.join(there[:12]) or '(nothing)'}",
+            f"{folder} holds no {name} or {name}.gz; found {some_of(there, 12) or '(nothing)'}",
             code="data",
             path=folder,
         )

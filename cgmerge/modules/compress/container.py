@@ -34,6 +34,7 @@ from cgmerge.modules.compress.writer import (
     good_scales,
     write_cge,
 )
+from cgmerge.shown import some_of
 from cgmerge.tensorfile import TensorFile, TensorInfo, header_bytes
 
 __all__ = ["CgeFile", "Damage", "Written", "read_manifest", "write_cge"]
@@ -360,8 +361,8 @@ def _open(path: Path, *, follow_links: bool) -> TensorFile:
 def _manifest_text(file: TensorFile) -> str:
     if set(file.metadata) != {METADATA}:
         raise Damaged(
-            f"{file.path} is no compressed expert: its metadata are {sorted(file.metadata)[:5]},"
-            f" not {[METADATA]}",
+            f"{file.path} is no compressed expert: its metadata are"
+            f" {some_of(sorted(file.metadata)) or 'none'}, not {METADATA}",
             code="metadata",
             hint="a .cge file comes from cgmerge compress",
             path=file.path,

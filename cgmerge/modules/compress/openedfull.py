@@ -13,6 +13,7 @@ from cgmerge.merge.deltas import Rows
 from cgmerge.merge.ternary import Ternary
 from cgmerge.modules.base import Base
 from cgmerge.modules.compress.container import CgeFile
+from cgmerge.shown import some_of
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +74,7 @@ def open_compressed_full(
         expert = CompressedFull(ref, readable(name, 200).replace("\n", " "), path, file)
         _check_base(expert, base, force=force_base)
         if file.dense or not file.coded:
-            held = f"dense weights: {', '.join(list(file.dense)[:5])}" if file.dense else "nothing"
+            held = f"dense weights: {some_of(list(file.dense))}" if file.dense else "nothing"
             raise Incompatible(f"{path} holds {held}", code="weights", path=path)
     except BaseException:
         file.close()

@@ -24,6 +24,9 @@ from cgmerge.modules.learned.mixture import Mixture
 from cgmerge.modules.learned.objectives import Aim, Problem, Support, attach
 from cgmerge.modules.learned.presets import Learner
 from cgmerge.modules.recipe import Part, Recipe
+from cgmerge.modules.usage import base_names, base_word
+from cgmerge.quoting import quoted
+from cgmerge.shown import score_text
 
 if TYPE_CHECKING:
     from cgmerge.modules.loading import LoadedBase
@@ -58,8 +61,9 @@ def check_learnable(plan: Plan) -> None:
         UsageError: No base, weights or parts that are given, or full models among the experts.
     """
     if plan.base is None:
+        word = base_word(None, base_names(plan.experts))
         raise UsageError(
-            "learning from examples runs the base", code="base", hint="add --base BASE"
+            "learning from examples runs the base", code="base", hint=f"add --base {word}"
         )
     if plan.recipe.parts or any(item.weight is not None for item in plan.recipe.experts):
         raise UsageError(
@@ -71,7 +75,8 @@ def check_learnable(plan: Plan) -> None:
         raise UsageError(
             "coefficients are learned for adapters; some of these experts are full models",
             code="full_model",
-            hint="make adapters of them: cgmerge extract MODEL --base BASE --rank 32 -o OUT",
+            hint="make adapters of them: cgmerge extract MODEL --base"
+            f" {quoted(plan.base.ref)} --rank 32 -o OUT",
         )
 
 
@@ -239,8 +244,8 @@ def _doubts(table: Sequence[Row]) -> list[str]:
         return []
     doubt = (
         f"on examples that were left out, {best.name} is better than what {own.name} learned"
-        f" (right {best.score:.2f} against {own.score:.2f}, loss {best.loss:.3f} against"
-        f" {own.loss:.3f}); more examples may help"
+        f" (right {score_text(best.score)} against {score_text(own.score)}, loss"
+        f" {best.loss:.3f} against {own.loss:.3f}); more examples may help"
     )
     return [doubt]
 

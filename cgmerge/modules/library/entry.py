@@ -25,6 +25,7 @@ _HEX = re.compile("[0-9a-f]{64}")
 _MAX_FILES = 64
 _MAX_TAGS = 100
 _MAX_SIZE = 2**53
+_COMPARED = 3
 
 
 class Part(NamedTuple):
@@ -101,6 +102,35 @@ class Entry:
             "license": self.license,
             "tags": list(self.tags),
         }
+
+
+def ordered_scores(scores: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Return what an expert reaches, the most telling first; then what it is compared with.
+
+    Files hold their keys in alphabetical order, where the base comes before the expert.
+
+    Example:
+        >>> ordered_scores({"eval.base_loss": 3.6, "eval.loss": 0.2, "eval.exact_match": 0.7})
+        [('eval.exact_match', 0.7), ('eval.loss', 0.2), ('eval.base_loss', 3.6)]
+    """
+    return sorted(scores.items(), key=lambda item: (_place(item[0]), item[0]))
+
+
+def own_scores(scores: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Return those of the expert alone, the most telling first: never the base's, no counts."""
+    return [item for item in ordered_scores(scores) if _place(item[0])[0] < _COMPARED]
+
+
+def _place(name: str) -> tuple[int, bool]:
+    """Return where a score belongs: exact match, other scores, losses, then what is not its own."""
+    last = name.rpartition(".")[2]
+    if last == "n" or last.startswith(("base_", "first_")):
+        kind = _COMPARED
+    elif last == "exact_match":
+        kind = 0
+    else:
+        kind = 2 if last == "loss" else 1
+    return kind, not name.startswith("eval.")  # on held-out rows before those of the training
 
 
 def check_name(name: str) -> str:

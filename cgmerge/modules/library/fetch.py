@@ -25,6 +25,7 @@ from cgmerge.modules.library.store import (
     open_store,
 )
 from cgmerge.quoting import quoted
+from cgmerge.shown import some_of
 from cgmerge.tensorfile import file_sha256
 
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "tokenizer*"]
@@ -95,7 +96,7 @@ def place_of(ref: str, what: str, *, offline: bool = False) -> Path:
     if not {CONFIG, STORED} & set(sizes):
         if isinstance(store, Repository) and "config.json" in sizes:
             return hub_model(ref, what)
-        shown = f"it holds {', '.join(sorted(sizes)[:8])}" if sizes else "nothing is there"
+        shown = f"it holds {some_of(sorted(sizes), 8)}" if sizes else "nothing is there"
         raise NotFound(f"no such {what}: {ref}", code="folder", hint=shown)
     files = {name: name for name, size in sizes.items() if size >= 0 and _wanted(name)}
     return _plain(store, files)

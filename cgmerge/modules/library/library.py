@@ -33,6 +33,7 @@ from cgmerge.modules.library.store import (
 )
 from cgmerge.nearest import nearest
 from cgmerge.quoting import quoted
+from cgmerge.shown import some_of
 
 _TRIES, _PAUSE = 5, 0.02
 
@@ -194,7 +195,7 @@ def check_is_library_or_free(store: Store) -> bool:
     there = store.names("")
     if there:
         raise UsageError(
-            f"{store.url} holds {', '.join(there[:5])} and is no library",
+            f"{store.url} holds {some_of(there)} and is no library",
             code="library",
             hint="name an empty or a new folder",
             found=there[:5],

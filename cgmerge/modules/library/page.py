@@ -5,7 +5,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cgmerge.modules.library.entry import Entry
+from cgmerge.modules.library.entry import Entry, ordered_scores, own_scores
+from cgmerge.modules.usage import peft_snippet
+from cgmerge.shown import counted
 
 _ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _MAX_ROWS = 500
@@ -21,15 +23,7 @@ def expert_page(entry: Entry, repo: str) -> str:
     title = entry.skill or entry.name
     base = entry.base or "an unnamed base model"
     if entry.kind == "peft":
-        how = [
-            "```python",
-            "from peft import PeftModel",
-            "from transformers import AutoModelForCausalLM",
-            "",
-            f"base = AutoModelForCausalLM.from_pretrained({json.dumps(entry.base)})",
-            f'model = PeftModel.from_pretrained(base, "{repo}")',
-            "```",
-        ]
+        how = ["```python", peft_snippet(entry.base, repo), "```"]
     else:
         how = [
             "```sh",
@@ -37,7 +31,7 @@ def expert_page(entry: Entry, repo: str) -> str:
             f"cgmerge decompress {entry.name}/expert.cge -o {entry.name}-peft",
             "```",
         ]
-    size = f"{entry.size:,} bytes in {len(entry.files)} files"
+    size = f"{entry.size:,} bytes in {counted(len(entry.files), 'file')}"
     facts = [
         ("base", base),
         ("base fingerprint", entry.base_fingerprint or ""),
@@ -45,7 +39,7 @@ def expert_page(entry: Entry, repo: str) -> str:
         ("parameters", f"{entry.parameters:,}"),
         ("size", size),
         ("sha256", f"`{entry.digest}`"),
-        *((name, f"{value:.6g}") for name, value in entry.scores.items()),
+        *((name, f"{value:.6g}") for name, value in ordered_scores(entry.scores)),
     ]
     rows = [f"| {_cell(key)} | {_cell(value)} |" for key, value in facts if value]
     lines = [*_front([entry]), "", f"# {title}", "", "| | |", "|---|---|", *rows, "", *how, ""]
@@ -65,7 +59,10 @@ def library_page(entries: Sequence[Entry], repo: str) -> str:
         "",
         f"# {repo.rpartition('/')[2]}",
         "",
-        f"A library of {len(entries)} experts, made with cgmerge. Each can be used by name:",
+        (
+            f"A library of {counted(len(entries), 'expert')}, made with cgmerge. Each can be used"
+            " by name:"
+        ),
         "",
         "```sh",
         f"cgmerge ls hf://{repo}",
@@ -120,7 +117,7 @@ def _field(key: str, value: Any) -> str:
 
 
 def _scores(entry: Entry) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in list(entry.scores.items())[:3])
+    return ", ".join(f"{name} {value:.4g}" for name, value in own_scores(entry.scores)[:3])
 
 
 def _cell(text: str) -> str:

@@ -29,6 +29,7 @@ from cgmerge.modules.routing.router import (
 )
 from cgmerge.modules.routing.rule import TokenRule
 from cgmerge.modules.routing.stack import Stack
+from cgmerge.shown import some_of
 
 _LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.)")  # the first number: experts of an MoE have others
 # Layers that transformers' models feed with one and the same tensor. Another input is noticed and
@@ -152,7 +153,7 @@ def routed(loaded: LoadedBase, stacks: Mapping[str, Stack], router: Router) -> I
     missing = [path for path in stacks if path not in modules]
     if missing:
         raise Incompatible(
-            f"the model has no module {', '.join(missing[:5])}", code="modules", found=missing[:5]
+            f"the model has no module {some_of(missing)}", code="modules", found=missing[:5]
         )
     _check_width(router, model)
     routes = Routes()

@@ -18,6 +18,7 @@ from cgmerge.modules.pairs import CONFIG
 from cgmerge.modules.recipe import RECORD
 from cgmerge.modules.routing.page import composition_page
 from cgmerge.modules.routing.router import ROUTERS, Router
+from cgmerge.shown import some_of
 from cgmerge.tensorfile import TensorFile, file_sha256, read_small
 
 if TYPE_CHECKING:
@@ -257,7 +258,7 @@ def open_composition(
         )
     unknown = sorted(set(raw) - _KEYS)
     if unknown:
-        raise Damaged(f"{source} has unknown fields {', '.join(unknown[:5])}", code="composition")
+        raise Damaged(f"{source} has unknown fields {some_of(unknown)}", code="composition")
     listed = _listed(raw, source)
     opened = tuple(_open_member(folder, entry, source) for entry in listed)
     router, digest = _open_router(folder, raw, source)
@@ -354,7 +355,7 @@ def _open_router(folder: Path, raw: Mapping[str, Any], source: str) -> tuple[Rou
     unknown += sorted(set(described) - {"kind", "settings", "sha256", "experts_sha256"})
     if unknown:
         raise Damaged(
-            f"{source}: the router has unknown settings {', '.join(unknown[:5])}", code="router"
+            f"{source}: the router has unknown settings {some_of(unknown)}", code="router"
         )
     return router, digest or ""
 

@@ -10,6 +10,7 @@ from cgmerge.modules.encoding import Encoded
 from cgmerge.modules.loading import LoadedBase
 from cgmerge.modules.routing.router import Router
 from cgmerge.modules.routing.stack import Stack
+from cgmerge.shown import counted
 
 Progress = Callable[[int, int], None]
 """Called with the number of steps done and of all steps."""
@@ -44,7 +45,7 @@ class TopK(str):
         if not self.isdecimal():
             return None
         if int(self) > experts and self != default:
-            warnings.append(f"top_k={self}, but there are {experts} experts: all of them are used")
+            warnings.append(f"top_k={self} of {counted(experts, 'expert')}: all are used")
         return int(self) if int(self) < experts else None
 
 

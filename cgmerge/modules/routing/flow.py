@@ -27,6 +27,7 @@ from cgmerge.modules.routing.router import TokenRouter
 from cgmerge.modules.routing.rule import TokenRule
 from cgmerge.modules.routing.scores import Gate
 from cgmerge.modules.routing.support import Mark, Steps, Support, descend
+from cgmerge.shown import share_text, some_of
 
 _BEST, _EVEN = "best", "even"
 
@@ -91,7 +92,7 @@ def make_flow(fit: FitInput) -> Fitted:
     }
     note = (
         f"loss on the examples {marks[chosen].loss:.4f} ({chosen}) → {reached.loss:.4f},"
-        f" {reached.score:.0%} of the answers right"
+        f" {share_text(reached.score)} of the answers right"
     )
     return Fitted(found, record, failure(descent, p.steps), [note])
 
@@ -107,7 +108,7 @@ def _starts(names: Sequence[str], wanted: str) -> dict[str, Tensor]:
         raise UsageError(
             f"parameter `start` of `lora-flow` is {wanted!r}, which is no expert",
             code="parameter",
-            hint=f"one of {', '.join([_BEST, *list(known)[:10]])}",
+            hint=f"one of {some_of([_BEST, *known], 11)}",
             expected=[_BEST, *known],
             found=wanted,
         )

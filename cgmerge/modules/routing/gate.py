@@ -31,6 +31,7 @@ from cgmerge.modules.routing.router import TokenRouter
 from cgmerge.modules.routing.rule import TokenRule
 from cgmerge.modules.routing.scores import Gate
 from cgmerge.modules.routing.support import Descent, Mark, Steps, Support, descend
+from cgmerge.shown import share_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ def make_gate(fit: FitInput) -> Fitted:
     }
     first = (
         f"loss on the examples {start.loss:.4f} → {dense.loss:.4f},"
-        f" {dense.score:.0%} of the answers right with all experts"
+        f" {share_text(dense.score)} of the answers right with all experts"
     )
     notes = [first]
     if cut.mark is not None:
@@ -143,5 +144,5 @@ def _prune(
 def _said(top_k: int | None, mark: Mark, dense: Mark) -> str:
     return (
         f"top_k={top_k}: loss {mark.loss:.4f} (all experts: {dense.loss:.4f}),"
-        f" {mark.score:.0%} of the answers right (all experts: {dense.score:.0%})"
+        f" {share_text(mark.score)} of the answers right (all experts: {share_text(dense.score)})"
     )

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from cgmerge.modules.card import BaseId
 from cgmerge.modules.routing.router import RetrievalRouter, Router, TaskRouter
+from cgmerge.modules.usage import base_word
 
 
 def composition_page(method: str, router: Router, experts: Mapping[str, str], base: BaseId) -> str:
@@ -16,6 +17,9 @@ def composition_page(method: str, router: Router, experts: Mapping[str, str], ba
         experts: Name to digest, as they lie in the folder.
         base: Their base.
     """
+    word = base_word(None, [base.name])
+    asks = isinstance(router, TaskRouter)
+    task, name = (" --task TASK", "TASK=") if asks else ("", "")
     lines = [
         "---",
         f"base_model: {json.dumps(base.name)}",
@@ -30,12 +34,12 @@ def composition_page(method: str, router: Router, experts: Mapping[str, str], ba
         "|---|---|",
         *[f"| {name} | `{digest[:16]}` |" for name, digest in experts.items()],
         "",
-        "Use it where it lies, or copy the whole folder:",
+        "Use it in this folder, which can be copied as a whole:",
         "",
         "```",
-        "cgmerge chat FOLDER --base BASE",
-        "cgmerge eval FOLDER --base BASE --data TEST.jsonl",
-        'cgmerge route FOLDER --base BASE --explain "text"',
+        f"cgmerge chat . --base {word}{task}",
+        f"cgmerge eval . --base {word} --data {name}TEST.jsonl",
+        f'cgmerge route . --base {word}{task} --explain "text"',
         "```",
         "",
         (
@@ -64,6 +68,6 @@ def _served(router: Router) -> str:
             " tokens of one request use different experts."
         )
     return (
-        "Servers that take one adapter per request can serve it: `cgmerge export FOLDER --to vllm`"
-        " writes the adapters and the routing table."
+        "Servers that take one adapter per request can serve it: `cgmerge export . --to vllm"
+        " -o OUT` writes the adapters and the routing table."
     )

@@ -21,6 +21,7 @@ from cgmerge.modules.routing.choice import LEAST, MOST, Choice
 from cgmerge.modules.routing.rule import TokenRule
 from cgmerge.modules.routing.scores import SCORERS
 from cgmerge.plain import exact
+from cgmerge.shown import some_of
 
 Granularity = Literal["token", "sequence"]
 Scope = Literal["module", "layer", "model"]
@@ -264,7 +265,7 @@ class TaskRouter(SequenceRouter):
                 raise UsageError(
                     f"this composition routes by task, and {said}",
                     code="task",
-                    hint=f"name one of {', '.join(sorted(self.table)[:10])}",
+                    hint=f"name one of {some_of(sorted(self.table), 10)}",
                     expected=sorted(self.table),
                     found=task,
                 )

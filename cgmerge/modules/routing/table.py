@@ -13,6 +13,7 @@ from cgmerge.merge.params import Checked, param
 from cgmerge.modules.routing.fitting import FitInput, Fitted
 from cgmerge.modules.routing.router import TaskRouter, is_weight
 from cgmerge.nearest import nearest
+from cgmerge.shown import some_of
 from cgmerge.tensorfile import read_small
 
 
@@ -72,7 +73,7 @@ def _row(weights: Mapping[str, float], names: Sequence[str]) -> tuple[float, ...
             raise DataError(
                 f"the table names the expert {name!r}, which is not here",
                 code="table",
-                hint=f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names[:10])}",
+                hint=f"did you mean {near[0]!r}?" if near else f"there are {some_of(names, 10)}",
                 expected=list(names),
                 found=name,
             )

@@ -16,6 +16,7 @@ from typing import Literal
 from cgmerge.errors import Incompatible, UsageError
 from cgmerge.merge.deltas import LowRank, inner, stack
 from cgmerge.merge.lowrank import truncate
+from cgmerge.shown import some_of
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def _factors(
         odd = sorted(set(expert) ^ set(general))
         raise Incompatible(
             f"factors can only be subtracted in the same modules; {len(odd)} are in one expert"
-            f" alone: {', '.join(odd[:5])}",
+            f" alone: {some_of(odd)}",
             code="modules",
             hint="use the delta form, which needs nothing of the kind",
             found=odd[:5],

@@ -16,6 +16,7 @@ from cgmerge.modules.loading import load_base
 from cgmerge.modules.training.plan import Plan
 from cgmerge.modules.training.processes import local_device
 from cgmerge.modules.training.readme import readme
+from cgmerge.shown import some_of
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +70,7 @@ def attach_lora(plan: Plan) -> tuple["PeftModel", "PreTrainedTokenizerBase"]:
         differing = sorted(found ^ set(plan.targets))
         raise Incompatible(
             f"{plan.base.ref}: the loaded model has other linear layers than its config says: "
-            f"{', '.join(differing[:5])}",
+            f"{some_of(differing)}",
             code="modules",
             found=differing[:5],
         )

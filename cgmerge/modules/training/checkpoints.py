@@ -22,6 +22,7 @@ from typing import Any
 from cgmerge import fs, strictjson
 from cgmerge.errors import Damaged, InputError, UsageError
 from cgmerge.outputs import SHOWN
+from cgmerge.shown import some_of
 from cgmerge.tensorfile import file_sha256, read_small
 
 KEEP = 2
@@ -95,7 +96,7 @@ class WorkFolder:
         if names:
             raise UsageError(
                 f"{self.path} is where checkpoints go while training, but it holds what no run"
-                f" wrote there: {', '.join(names[:SHOWN])}",
+                f" wrote there: {some_of(names)}",
                 code="work_foreign",
                 hint="move it away, or choose another --out",
                 path=self.path,

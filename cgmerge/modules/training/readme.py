@@ -4,6 +4,8 @@ import json
 
 from cgmerge.modules.card import ExpertCard
 from cgmerge.modules.training.plan import Plan
+from cgmerge.modules.usage import peft_snippet
+from cgmerge.shown import counted, score_text
 
 _TEMPLATE = """\
 ---
@@ -24,16 +26,15 @@ with cgmerge {version}.
 | | |
 |---|---|
 | data | {data} |
-| training | {steps} steps of {batch} rows, learning rate {lr:g}, seed {seed} |
+| training | {steps} of {batch}, learning rate {lr:g}, seed {seed} |
 | loss | {loss:.4f} over the last steps |
 {scores}
 `expert.json` holds every setting, the digests of data and files, and the fingerprint of the base.
 
-```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
+In this folder:
 
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("BASE"), "THIS_FOLDER")
+```python
+{snippet}
 ```
 """
 
@@ -50,8 +51,9 @@ def readme(card: ExpertCard, plan: Plan) -> str:
     line = ""
     if scores is not None:
         line = (
-            f"| evaluation | exact match {scores['exact_match']:.3f} on {scores['n']} rows "
-            f"(base {scores['base_exact_match']:.3f}) |\n"
+            f"| evaluation | exact match {score_text(scores['exact_match'], 3)} on"
+            f" {counted(scores['n'], 'row')}"
+            f" (base {score_text(scores['base_exact_match'], 3)}) |\n"
         )
     return _TEMPLATE.format(
         base=json.dumps(card.base.name, ensure_ascii=False),
@@ -60,11 +62,12 @@ def readme(card: ExpertCard, plan: Plan) -> str:
         rank=settings.rank,
         alpha=chosen.alpha,
         version=card.versions["cgmerge"],
-        data=", ".join(f"{source.name} ({source.rows} rows)" for source in card.data),
-        steps=chosen.steps,
-        batch=plan.step_rows,
+        data=", ".join(f"{source.name} ({counted(source.rows, 'row')})" for source in card.data),
+        steps=counted(chosen.steps, "step"),
+        batch=counted(plan.step_rows, "row"),
         lr=chosen.lr,
         seed=settings.seed,
         loss=card.metrics["loss"],
         scores=line,
+        snippet=peft_snippet(card.base.name, "."),
     )

@@ -18,7 +18,13 @@ from typing import Any
 
 from cgmerge.errors import Damaged, UsageError
 from cgmerge.inputs import real_path, refuse_inputs
-from cgmerge.modules.recipefile import is_recipe_name, located, located_base, read_mapping
+from cgmerge.modules.recipefile import (
+    is_recipe_name,
+    located,
+    located_base,
+    read_mapping,
+    refuse_missing,
+)
 from cgmerge.modules.training.settings import SETTING_NAMES, TrainSettings
 from cgmerge.nearest import nearest
 
@@ -92,6 +98,27 @@ def read_recipe(path: Path, overrides: Mapping[str, Any]) -> list[TrainSettings]
         result.append(TrainSettings(skill=name, **{"data": (), **chosen}))
     _refuse_shared_places(result, path)
     return result
+
+
+def check_data(path: Path, many: Sequence[TrainSettings], overrides: Mapping[str, Any]) -> None:
+    """Refuse a recipe whose data files are not there.
+
+    Args:
+        path: The recipe.
+        many: From `read_recipe`.
+        overrides: Settings that are not the recipe's; whoever reads those files refuses them.
+
+    Raises:
+        NotFound: Says the skill and the absolute path of each.
+    """
+    named = [
+        (f"skills.{one.skill}{part}", file)
+        for one in many
+        for part, files in (("", one.data), (".eval_data", one.eval_data))
+        for file in files
+        if not (part and "eval_data" in overrides)
+    ]
+    refuse_missing(path, named, code="data")
 
 
 def _refuse_shared_places(many: Sequence[TrainSettings], recipe: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from cgmerge import fs
-from cgmerge.errors import UsageError
+from cgmerge.errors import InputError, UsageError
 from cgmerge.modules.card import CARD, ExpertCard, read_card
 from cgmerge.modules.data import Encoded
 from cgmerge.modules.expert import WEIGHTS
@@ -124,7 +124,7 @@ def check_start(plan: Plan, options: RunOptions) -> Start:
     work = WorkFolder(plan.settings.out)
     if _finished_card(plan, work, options) is not None:
         return Start(finished=True)
-    fs.check_target(plan.settings.out, overwrite=options.overwrite)
+    _check_target(plan, options)
     recorded = work.recorded()
     if recorded is None:
         return Start(unclaimed=work.unclaimed())
@@ -143,7 +143,7 @@ def _prepare(
     done = _finished(plan, work, options)
     if done is not None:
         return done
-    fs.check_target(plan.settings.out, overwrite=options.overwrite)
+    _check_target(plan, options)
     lost = work.unclaimed()
     if lost is not None:
         told.warn(lost)
@@ -196,13 +196,60 @@ def _finished_card(plan: Plan, work: WorkFolder, options: RunOptions) -> ExpertC
     return card if card is not None and card.training == plan.identity else None
 
 
-def _other_run(work: WorkFolder, recorded: dict[str, Any], identity: dict[str, Any]) -> UsageError:
-    names = sorted(recorded.keys() | identity.keys())
-    differing = [name for name in names if recorded.get(name) != identity.get(name)]
-    lines = [
-        f"{name}: {_short(recorded.get(name))} there, {_short(identity.get(name))} now"
+def _check_target(plan: Plan, options: RunOptions) -> None:
+    """Refuse what must not be replaced; an expert with what it was trained otherwise.
+
+    Raises:
+        UsageError: See `fs.check_target`.
+    """
+    try:
+        fs.check_target(plan.settings.out, overwrite=options.overwrite)
+    except UsageError as error:
+        card = _card_there(fs.absolute(plan.settings.out))
+        if error.code != "usage.out_exists" or card is None:
+            raise
+        raise _expert_there(error, card.training, plan.identity) from None
+
+
+def _expert_there(error: UsageError, there: dict[str, Any], now: dict[str, Any]) -> UsageError:
+    if there == now:
+        return UsageError(
+            f"{error.message}: the expert that this very command made",
+            code="out_exists",
+            hint="there is nothing to do; --overwrite trains it again",
+        )
+    differing, lines = _differences(there, now)
+    return UsageError(
+        f"{error.message}, an expert that was trained otherwise\n  " + "\n  ".join(lines),
+        code="out_exists",
+        hint=error.hint,
+        expected={name: there.get(name) for name in differing},
+        found={name: now.get(name) for name in differing},
+    )
+
+
+def _card_there(out: Path) -> ExpertCard | None:
+    """Return the card of a trained expert, where a sound one is in the way."""
+    try:
+        card = read_card(out)
+    except InputError:
+        return None
+    # Other commands note how they made an expert, which is no way of training.
+    return card if card is not None and "tokens" in card.training else None
+
+
+def _differences(there: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Return in what two runs differ, and a line with both values for each."""
+    names = sorted(there.keys() | now.keys())
+    differing = [name for name in names if there.get(name) != now.get(name)]
+    return differing, [
+        f"{name}: {_short(there.get(name))} there, {_short(now.get(name))} now"
         for name in differing
     ]
+
+
+def _other_run(work: WorkFolder, recorded: dict[str, Any], identity: dict[str, Any]) -> UsageError:
+    differing, lines = _differences(recorded, identity)
     return UsageError(
         f"an unfinished run with other settings stands in {work.path}\n  " + "\n  ".join(lines),
         code="other_run",

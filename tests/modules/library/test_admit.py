@@ -159,4 +159,5 @@ def test_the_page_of_a_library_says_only_what_holds_for_all(carded, tmp_path):
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     assert [row.split("`")[1] for row in rows] == ["other", "sort"]
     assert "/local/path\\|x" in rows[0]
+    assert "| eval.exact_match 0.5, loss 0.25 |" in rows[1]
     assert json.loads(strictjson.canonical(two.facts()))["base"] == "/local/path|x"

@@ -17,6 +17,8 @@ from cgmerge.modules.library.entry import (
     check_name,
     digest_of,
     is_name,
+    ordered_scores,
+    own_scores,
     parse_entry,
 )
 
@@ -83,6 +85,36 @@ def test_what_is_written_is_read(name, kind, files, scores, tags, text):
         tags=tags,
     )
     assert parse(written.to_bytes(), written.file_name) == written
+
+
+TRAINED = {  # as `train --eval-data` leaves them, and as a file holds them: by their names
+    "eval.base_exact_match": 0.0,
+    "eval.base_loss": 3.632,
+    "eval.exact_match": 0.675,
+    "eval.loss": 0.222,
+    "eval.n": 40,
+    "first_loss": 4.846,
+    "loss": 0.25,
+}
+
+
+def test_scores_of_the_expert_come_first_and_the_base_s_are_not_its_own():
+    own = ["eval.exact_match", "eval.loss", "loss"]
+    assert [name for name, _ in own_scores(TRAINED)] == own
+    rest = ["eval.base_exact_match", "eval.base_loss", "eval.n", "first_loss"]
+    assert [name for name, _ in ordered_scores(TRAINED)] == own + rest
+    assert own_scores({"first_loss": 4.8, "loss": 0.1}) == [("loss", 0.1)]
+    assert own_scores({"loss": 0.1, "b.kl": 2, "a.exact_match": 0.5, "eval.accuracy": 0.9}) == [
+        ("a.exact_match", 0.5), ("eval.accuracy", 0.9), ("b.kl", 2), ("loss", 0.1),
+    ]  # fmt: skip
+    assert own_scores({"base_line.exact_match": 0.5}) == [("base_line.exact_match", 0.5)]
+
+
+@given(st.dictionaries(st.sampled_from([*TRAINED, "x", "y.n", "y.base_z"]) | texts, st.floats()))
+def test_no_score_is_lost_in_ordering(scores):
+    assert sorted(map(str, ordered_scores(scores))) == sorted(map(str, scores.items()))
+    assert ordered_scores(scores)[: len(own_scores(scores))] == own_scores(scores)
+    assert not [name for name, _ in own_scores(scores) if name.split(".")[-1].startswith("base_")]
 
 
 def test_unknown_fields_of_later_versions_are_left_alone():
