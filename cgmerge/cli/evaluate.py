@@ -4,7 +4,7 @@ import math
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -14,6 +14,7 @@ from cgmerge.errors import UsageError
 from cgmerge.plain import exact
 
 if TYPE_CHECKING:
+    from cgmerge.evals.metrics import MetricInfo
     from cgmerge.evals.record import Evaluation, Record, Result
     from cgmerge.evals.runner import Settings
     from cgmerge.evals.suite import SkillSet
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
     from cgmerge.modules.base import Base
 
 SCHEMA = "cgmerge.eval/1"
+
+MetricOption = Literal[
+    "exact", "loglik", "token-accuracy", "perplexity", "rouge-l", "token-f1", "choice",
+    "choice-norm",
+]  # fmt: skip
+_METRIC_HELP = ", ".join(get_args(MetricOption))
 
 
 def evaluate(
@@ -42,11 +49,22 @@ def evaluate(
         Path | None, typer.Option("--out", "-o", help="Record to write; items go beside it")
     ] = None,
     metric: Annotated[
-        Literal["exact", "loglik"], typer.Option("--metric", help="What the score is")
+        MetricOption,
+        typer.Option("--metric", metavar="NAME", help=f"What the score is: {_METRIC_HELP}"),
     ] = "exact",
     generate: Annotated[
         bool, typer.Option("--generate", help="Also generate greedily and compare item by item")
     ] = False,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-new-tokens",
+            metavar="N",
+            help="Longest generated answer [default: 256 with rouge-l and token-f1,"
+            " else 2 more than the right one]",
+            min=1,
+        ),
+    ] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", help="Items in a pass", min=1)] = 32,
     limit: Annotated[
         int | None, typer.Option("--limit", help="First N items of each skill", min=1)
@@ -89,20 +107,23 @@ def evaluate(
 
       cgmerge eval merged --base BASE --data test.jsonl --min 0.9
     """
+    from cgmerge.evals.metrics import metric_of
     from cgmerge.evals.record import check_out
     from cgmerge.evals.runner import Settings
-    from cgmerge.evals.suite import read_skills, split_name
+    from cgmerge.evals.suite import check_metric, questions, read_skills, split_name
     from cgmerge.evals.targets import LoadOptions, check_tasks, open_targets
     from cgmerge.inputs import refuse_inputs
     from cgmerge.modules.base import open_base
     from cgmerge.refs import expanded
 
-    _check_least(least, metric)
+    info = metric_of(metric)
+    _check_least(least, info)
     output = Output(as_json=as_json, quiet=quiet, verbose=verbose)
     settings = Settings(
-        metric="exact_match" if metric == "exact" else "loglik",
+        metric=info.name,
         batch_size=batch_size,
         generates=generate,
+        max_new_tokens=max_new_tokens,
         keeps_base=not no_base,
         expects_same=expect_same,
         compare_to=compare_to,
@@ -110,6 +131,12 @@ def evaluate(
         seed=seed,
         loading=LoadOptions(device, dtype, load_in_4bit),
     )
+    if max_new_tokens is not None and not settings.writes:
+        raise UsageError(
+            f"--max-new-tokens has no effect: with --metric {metric} nothing is generated",
+            code="max_new_tokens",
+            hint="add --generate, or leave it out",
+        )
     if no_base and not targets:
         raise UsageError("nothing is left to evaluate", code="targets", hint="name a target")
     if out is not None:
@@ -120,6 +147,7 @@ def evaluate(
     if out is not None:
         refuse_inputs(out, [opened.folder])
     skills = read_skills(data, limit=limit)
+    check_metric(questions(skills), info.name)
     found = open_targets(targets or [], opened, force_base=force_base)
     _say_what(opened, found, skills, output)
     check_tasks(found, [skill.name for skill in skills])
@@ -139,12 +167,20 @@ def evaluate(
         raise typer.Exit(1)
 
 
-def _check_least(least: float | None, metric: str) -> None:
+def _check_least(least: float | None, info: "MetricInfo") -> None:
     """Refuse a bar that no score can pass, or that every score does."""
-    low, high = (-math.inf, 0.0) if metric == "loglik" else (0.0, 1.0)
-    if least is None or (low <= least <= high and math.isfinite(least)):
+    if least is None:
         return
-    if metric == "loglik":
+    if info.lower_is_better:
+        raise UsageError(
+            f"--min does not fit {info.option}, of which less is better",
+            code="min",
+            hint="--metric loglik --min=-0.5 wants a perplexity of about e^0.5 = 1.65 or less",
+            found=least,
+        )
+    if info.low <= least <= info.high and math.isfinite(least):
+        return
+    if info.high == 0:
         raise UsageError(
             f"--min {exact(least)} cannot be reached: log-likelihoods are at most 0",
             code="min",

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from cgmerge.evals.metrics import METRICS
 from cgmerge.evals.record import Comparison, Mean, Record, Result
 
 MOST_COLUMNS = 6
@@ -39,20 +40,16 @@ def how_to_read(record: Record) -> str:
     """Say in two lines what the numbers are and on how many items they rest."""
     sizes = sorted({skill.n for skill in record.skills})
     n = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-    what = (
-        "share of items answered exactly, end included"
-        if record.settings.metric == "exact_match"
-        else "mean log-likelihood of a target token"
-    )
-    text = f"how to read: {what} [95 % interval], n = {n} items per skill"
+    info = METRICS[record.settings.metric]
+    text = f"how to read: {info.what} [95 % interval], n = {n} items per skill"
     if len(record.targets) > 1:
         text += "; * best of its skill"
     if len(record.skills) > 1:
         text += "; the mean weighs every skill the same"
     if record.comparisons:
         text += (
-            f"\nvs {record.settings.compare_to}: difference in exact match on the same items and"
-            " its exact McNemar p, Holm-corrected over targets"
+            f"\nvs {record.settings.compare_to}: difference on the same items, + is better, and"
+            f" its exact {info.test} p, Holm-corrected over targets"
         )
     return text
 
@@ -63,7 +60,7 @@ def _column(record: Record, skill: str) -> list[str]:
 
 def _marked(scores: Sequence[Result | Mean]) -> list[str]:
     """Write scores, and mark the best unless all are the same."""
-    best = max(score.score for score in scores)
+    best = max((one.score for one in scores), key=METRICS[scores[0].metric].rank)
     differ = any(score.score != best for score in scores)
     return [
         f"{one.score:.2f}{'*' if differ and one.score == best else ' '}"

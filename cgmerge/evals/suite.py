@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cgmerge.errors import DataError, UsageError
-from cgmerge.evals.record import SkillInfo
+from cgmerge.evals.metrics import METRICS
+from cgmerge.evals.record import Metric, SkillInfo
 from cgmerge.modules.data import Encoded, Example, encode_all, read_data
+from cgmerge.modules.formats import read_choices
 from cgmerge.refs import expanded
 
 if TYPE_CHECKING:
@@ -58,11 +60,13 @@ class Rows:
         encoded: Tokens of each question, in order.
         expected: Text of each target, end token included.
         bare: Questions without a prompt, whose first target token is given instead of asked.
+        others: Tokens of the other choices, in the order of `other_choices`.
     """
 
     encoded: tuple[Encoded, ...]
     expected: tuple[str, ...]
     bare: int
+    others: tuple[Encoded, ...] = ()
 
 
 def read_skills(specs: Sequence[str], *, limit: int | None = None) -> list[SkillSet]:
@@ -165,6 +169,71 @@ def questions(skills: Sequence[SkillSet]) -> list[Question]:
     return found
 
 
+def choices_of(question: Question) -> tuple[str, ...]:
+    """Return the answers that an item offers.
+
+    Raises:
+        DataError: It offers none, the right one is not among them, or it has no prompt.
+    """
+    example = question.example
+
+    def wrong(what: str, *, code: str) -> DataError:
+        return DataError(
+            f"skill {question.skill!r}, row {example.row}: {what}",
+            code=code,
+            hint="rows of multiple choice have a prompt, `choices` (a list) and `answer`",
+            row=example.row,
+        )
+
+    if example.prompt is None or "choices" not in example.extra:
+        raise wrong("there are no choices to choose from", code="choices")
+    choices = read_choices(example.extra["choices"], wrong)
+    if example.completion not in choices:
+        raise wrong(f"{example.completion!r} is not among the choices", code="choices")
+    return choices
+
+
+def references_of(question: Question) -> tuple[str, ...]:
+    """Return the texts that a generated answer is measured against: the target, other wordings.
+
+    Raises:
+        DataError: A `references` column that is no list of texts.
+    """
+    example = question.example
+    others = example.extra.get("references") or []
+    if not isinstance(others, list) or not all(isinstance(one, str) for one in others):
+        raise DataError(
+            f"skill {question.skill!r}, row {example.row}: 'references' must be a list of texts",
+            code="type",
+            row=example.row,
+        )
+    return tuple(dict.fromkeys([example.completion, *others]))
+
+
+def check_metric(asked: Sequence[Question], metric: Metric) -> None:
+    """Refuse items that lack what a metric needs.
+
+    Raises:
+        DataError: Names the first row.
+    """
+    needs = METRICS[metric].needs
+    for question in asked:
+        if needs == "choices":
+            choices_of(question)
+        elif needs == "answer":
+            references_of(question)
+
+
+def other_choices(asked: Sequence[Question]) -> list[Question]:
+    """Return an item for each choice that is not the right one, in order; they keep the ids."""
+    return [
+        replace(question, example=replace(question.example, completion=choice))
+        for question in asked
+        for choice in choices_of(question)
+        if choice != question.example.completion
+    ]
+
+
 def encode_questions(
     asked: Sequence[Question], tokenizer: "PreTrainedTokenizerBase", limit: int | None
 ) -> Rows:
@@ -237,6 +306,9 @@ def warnings_about(infos: Sequence[SkillInfo], rows: Rows) -> list[str]:
     ]
     if rows.bare:
         found.append(f"{rows.bare} items have no prompt; their first token is given, not asked")
+    cut = sum(row.cut > 0 for row in rows.others)
+    if cut:
+        found.append(f"prompts were cut on the left for {cut} choices to fit the model")
     return found
 
 

@@ -34,8 +34,11 @@ def render_markdown(report: Report) -> str:
         parts.append(_scores(section))
         if section.groups:
             parts.append(_groups(section))
-        test = "McNemar" if section.metric == "exact_match" else "sign"
-        how = f"difference \\[95 % interval\\], exact {test} p, Holm-corrected; ▲ ▼ p &lt; 0.05"
+        better = " (+ is lower)" if section.info.lower_is_better else ""
+        how = (
+            f"difference{better} \\[95 % interval\\], exact {section.info.test} p,"
+            " Holm-corrected; ▲ ▼ p &lt; 0.05"
+        )
         if section.base:
             parts.append(f"Against the base: {how}.")
             parts.append(_differences(section, section.base))

@@ -145,9 +145,11 @@ def _groups(section: Section) -> str:
 
 
 def _differences(section: Section) -> str:
-    exact = section.metric == "exact_match"
-    test = f"exact {'McNemar' if exact else 'sign'} test, Holm-corrected over the table"
-    marks = f"Paired on the same items, 95 % bootstrap interval, p of the {test}; ▲ ▼ p < 0.05."
+    test = f"exact {section.info.test} test, Holm-corrected over the table"
+    better = "; + is better (lower)" if section.info.lower_is_better else ""
+    marks = (
+        f"Paired on the same items{better}, 95 % bootstrap interval, p of the {test}; ▲ ▼ p < 0.05."
+    )
     tables = []
     if section.base:
         title = "Gained and lost against the base"
