@@ -69,6 +69,14 @@ def evaluate(
     limit: Annotated[
         int | None, typer.Option("--limit", help="First N items of each skill", min=1)
     ] = None,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--by",
+            metavar="COLUMN",
+            help="Also read scores over a column of numbers, or over the answer's `tokens`",
+        ),
+    ] = None,
     least: Annotated[
         float | None,
         typer.Option("--min", help="Exit with 1 if a target scores lower on a skill"),
@@ -107,10 +115,11 @@ def evaluate(
 
       cgmerge eval merged --base BASE --data test.jsonl --min 0.9
     """
+    from cgmerge.evals.columns import check_metric
     from cgmerge.evals.metrics import metric_of
     from cgmerge.evals.record import check_out
     from cgmerge.evals.runner import Settings
-    from cgmerge.evals.suite import check_metric, questions, read_skills, split_name
+    from cgmerge.evals.suite import questions, read_skills, split_name
     from cgmerge.evals.targets import LoadOptions, check_tasks, open_targets
     from cgmerge.inputs import refuse_inputs
     from cgmerge.modules.base import open_base
@@ -127,6 +136,7 @@ def evaluate(
         keeps_base=not no_base,
         expects_same=expect_same,
         compare_to=compare_to,
+        by=tuple(by or ()),
         limit=limit,
         seed=seed,
         loading=LoadOptions(device, dtype, load_in_4bit),
@@ -147,7 +157,7 @@ def evaluate(
     if out is not None:
         refuse_inputs(out, [opened.folder])
     skills = read_skills(data, limit=limit)
-    check_metric(questions(skills), info.name)
+    check_metric(questions(skills, settings.by), info.name)
     found = open_targets(targets or [], opened, force_base=force_base)
     _say_what(opened, found, skills, output)
     check_tasks(found, [skill.name for skill in skills])
@@ -162,7 +172,12 @@ def evaluate(
         record = write_record(out, evaluation, overwrite=overwrite)
     failed = _below(record, least)
     _show(record, failed, out, output)
-    output.result(SCHEMA, _fields(record, out, least, failed), short=_short(record, out))
+    fields = _fields(record, out, least, failed)
+    if as_json:
+        from cgmerge.evals.statements import analyse_evaluation
+
+        fields["analysis"] = [asdict(one) for one in analyse_evaluation(evaluation)]
+    output.result(SCHEMA, fields, short=_short(record, out))
     if failed:
         raise typer.Exit(1)
 

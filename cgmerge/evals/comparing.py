@@ -230,11 +230,7 @@ def _mean(side: Side) -> float:
 
 
 def _flips(before: Skills, after: Skills, metric: Metric) -> tuple[Flip, ...]:
-    info = METRICS[metric]
-
-    def right(item: Item) -> bool:
-        return bool(info.value(item)) if info.binary else item.correct
-
+    right = METRICS[metric].is_right
     return tuple(
         Flip(name, new.id, right(new), *_said(new, old, metric))
         for name, items in after.items()

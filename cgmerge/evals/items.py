@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from cgmerge.evals.columns import Question, choices_of, references_of
 from cgmerge.evals.record import Choice, Item
 from cgmerge.evals.scoring import TokenScore
-from cgmerge.evals.suite import Question, Rows, choices_of, references_of
+from cgmerge.evals.suite import Rows
 from cgmerge.modules.encoding import end_ids
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def make_items(
             tied=one.tied,
             tokens=one.tokens,
             right=one.right,
+            parts=question.parts or None,
+            at=dict(question.at) or None,
         )
         for i, (question, one) in enumerate(zip(asked, scores, strict=True))
     ]

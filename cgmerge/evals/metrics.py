@@ -19,6 +19,7 @@ from cgmerge.evals.record import Item, Metric
 
 _LARGEST_EXPONENT = 700.0
 """exp of more leaves the range of a double; such a perplexity says no more than `hopeless`."""
+_MOST_TOKENS = 1 << 31
 
 Needs = Literal["", "tokens", "answer", "choices"]
 
@@ -81,6 +82,10 @@ class MetricInfo:
         """Return totals and weights, [2, items]."""
         return np.array([self.part(item) for item in items], dtype=np.float64).T
 
+    def is_right(self, item: Item) -> bool:
+        """Return whether an item is right; an exact answer where the metric knows shades."""
+        return bool(self.part(item)[0]) if self.binary else item.correct
+
     def rank(self, score: float) -> float:
         """Return a number that is higher for a better score."""
         return -score if self.lower_is_better else score
@@ -109,9 +114,13 @@ def _token_loglik(item: Item) -> tuple[float, float]:
 
 
 def _tokens(item: Item) -> float:
-    if item.tokens is None or item.right is None or not 0 <= item.right <= item.tokens > 0:
+    if item.tokens is None or item.right is None or not _countable(item.right, item.tokens):
         raise _lacks(item, "number of target tokens", "evaluate again: older records have none")
     return float(item.tokens)
+
+
+def _countable(right: int, tokens: int) -> bool:
+    return 0 <= right <= tokens and 0 < tokens <= _MOST_TOKENS
 
 
 def _of_answer(measure: Callable[[str, str], float]) -> Callable[[Item], tuple[float, float]]:
@@ -149,7 +158,11 @@ def _choice_norm(item: Item) -> tuple[float, float]:
 
 
 def _check_choices(item: Item) -> None:
-    if not item.choices or item.choice is None or any(one.tokens < 1 for one in item.choices):
+    if (
+        not item.choices
+        or item.choice is None
+        or any(not _countable(0, one.tokens) for one in item.choices)
+    ):
         raise _lacks(item, "choices", "evaluate with this metric on rows that have `choices`")
 
 

@@ -83,6 +83,8 @@ class Item:
         stopped: Whether generation was stopped before an end token.
         choices: Answers that were offered, for metrics of choices.
         choice: Place of the right one.
+        parts: Ids of the items that ask for its parts (from the column `part_ids`).
+        at: Numbers that scores are read over, by column.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -104,6 +106,8 @@ class Item:
     stopped: bool | None = None
     choices: tuple[Choice, ...] | None = None
     choice: int | None = None
+    parts: tuple[str, ...] | None = None
+    at: dict[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +254,7 @@ class RunSettings:
         limit: First items of each skill that were used; None for all.
         generate: Whether greedy generation ran too.
         max_new_tokens: Most tokens that it wrote; None for two more than each target has.
+        by: Columns that scores are read over.
         device: Kind of device.
         dtype: Float type of the model.
         load_in_4bit: Whether weights were quantized on loading.
@@ -264,6 +269,7 @@ class RunSettings:
     limit: int | None = None
     generate: bool = False
     max_new_tokens: int | None = None
+    by: tuple[str, ...] = ()
     device: str = "cpu"
     dtype: str = "float32"
     load_in_4bit: bool = False

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 from cgmerge._version import __version__
 from cgmerge.errors import Damaged, Incompatible, UsageError
 from cgmerge.evals import scoring
+from cgmerge.evals.columns import Question, check_metric, other_choices
 from cgmerge.evals.items import Answers, make_items, warnings_of
 from cgmerge.evals.metrics import METRICS
 from cgmerge.evals.record import (
@@ -24,14 +25,11 @@ from cgmerge.evals.record import (
 )
 from cgmerge.evals.scoring import TokenScore
 from cgmerge.evals.suite import (
-    Question,
     Rows,
     SkillSet,
-    check_metric,
     check_names,
     describe,
     encode_questions,
-    other_choices,
     questions,
     warnings_about,
 )
@@ -67,6 +65,7 @@ class Settings:
         keeps_base: Score the base first; otherwise it is only probed.
         expects_same: Allow targets that score exactly as the base.
         compare_to: Target for paired comparisons; the base where it is scored.
+        by: Columns of numbers that scores are read over; kept with the items.
         limit: Recorded only: how many items of each skill were taken.
         seed: Of the bootstrap.
         loading: For targets that are models of their own.
@@ -79,6 +78,7 @@ class Settings:
     keeps_base: bool = True
     expects_same: bool = False
     compare_to: str | None = None
+    by: tuple[str, ...] = ()
     limit: int | None = None
     seed: int = 0
     loading: LoadOptions = field(default_factory=LoadOptions)
@@ -138,7 +138,7 @@ def evaluate_targets(
     contenders = _contenders(loaded, targets, chosen)
     against = _reference(contenders, chosen)
     check_names([skill.name for skill in skills], what="skill", form="NAME=FILE")
-    asked = questions(skills)
+    asked = questions(skills, chosen.by)
     check_metric(asked, chosen.metric)
     run = _Run(loaded, asked, chosen, progress)
     infos = [describe(skill, asked, run.rows) for skill in skills]
@@ -421,6 +421,7 @@ def _run_settings(loaded: LoadedBase, settings: Settings, against: str | None) -
         seed=settings.seed,
         batch_size=settings.batch_size,
         limit=settings.limit,
+        by=settings.by,
         generate=settings.writes,
         max_new_tokens=settings.longest if settings.writes else None,
         device=loaded.model.device.type,

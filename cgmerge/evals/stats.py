@@ -249,17 +249,30 @@ def bootstrap_sums(
     return Interval(float(low), float(high))
 
 
+def mean_of(rows: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """Return the mean of several arrays of one shape, entry by entry."""
+    mean: NDArray[np.float64] = np.vstack(rows).mean(axis=0)
+    return mean
+
+
 def _resampled_sums(
     columns: NDArray[np.float64], rng: np.random.Generator, draws: int
 ) -> NDArray[np.float64]:
-    """Return sums of resamples, [columns, draws]."""
+    """Return sums of resamples, [columns, draws]; few distinct items are drawn by their number."""
     n = columns.shape[1]
+    distinct, counts = np.unique(columns, axis=1, return_counts=True)
+    few = len(counts) <= max(_FEW, n // _FEW)
     sums = np.empty((len(columns), draws))
-    block = max(1, _BLOCK_ENTRIES // n)
+    block = max(1, _BLOCK_ENTRIES // (len(counts) if few else n))
     for first in range(0, draws, block):
-        chosen = rng.integers(n, size=(min(block, draws - first), n))
-        for place, column in enumerate(columns):
-            sums[place, first : first + len(chosen)] = column[chosen].sum(axis=1)
+        size = min(block, draws - first)
+        if few:
+            drawn = rng.multinomial(n, counts / n, size=size)
+            sums[:, first : first + size] = distinct @ drawn.T
+        else:
+            chosen = rng.integers(n, size=(size, n))
+            for place, column in enumerate(columns):
+                sums[place, first : first + size] = column[chosen].sum(axis=1)
     return sums
 
 

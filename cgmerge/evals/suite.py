@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cgmerge.errors import DataError, UsageError
-from cgmerge.evals.metrics import METRICS
-from cgmerge.evals.record import Metric, SkillInfo
+from cgmerge.evals.columns import Question, numbers_at, with_parts
+from cgmerge.evals.record import SkillInfo
 from cgmerge.modules.data import Encoded, Example, encode_all, read_data
-from cgmerge.modules.formats import read_choices
 from cgmerge.refs import expanded
 
 if TYPE_CHECKING:
@@ -41,15 +40,6 @@ class SkillSet:
     examples: tuple[Example, ...] = field(repr=False)
     source: str = ""
     sha256: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """One item before any model saw it."""
-
-    id: str
-    skill: str
-    example: Example
 
 
 @dataclass(frozen=True)
@@ -144,13 +134,18 @@ def check_names(names: Iterable[str], *, what: str, form: str) -> None:
         )
 
 
-def questions(skills: Sequence[SkillSet]) -> list[Question]:
+def questions(skills: Sequence[SkillSet], by: Sequence[str] = ()) -> list[Question]:
     """Give every example its id: 16 digits of SHA-256 over skill, prompt and target.
 
     A repeated example gets an id of its own that counts the repetition, so that ids are unique.
 
+    Args:
+        skills: At least one.
+        by: Columns that scores shall be read over; `tokens` is no column but the answer's length.
+
     Raises:
-        DataError: No skills, or a skill without examples.
+        DataError: No skills, a skill without examples, `part_ids` that name no row, or a row
+            without a number in a column of `by`.
     """
     if not skills:
         raise DataError("there are no skills to evaluate", code="empty")
@@ -165,73 +160,9 @@ def questions(skills: Sequence[SkillSet]) -> list[Question]:
             again = f"\0{seen[key]}" if seen[key] else ""
             seen[key] += 1
             digest = hashlib.sha256((key + again).encode("utf-8", errors="surrogatepass"))
-            found.append(Question(digest.hexdigest()[:16], skill.name, example))
-    return found
-
-
-def choices_of(question: Question) -> tuple[str, ...]:
-    """Return the answers that an item offers.
-
-    Raises:
-        DataError: It offers none, the right one is not among them, or it has no prompt.
-    """
-    example = question.example
-
-    def wrong(what: str, *, code: str) -> DataError:
-        return DataError(
-            f"skill {question.skill!r}, row {example.row}: {what}",
-            code=code,
-            hint="rows of multiple choice have a prompt, `choices` (a list) and `answer`",
-            row=example.row,
-        )
-
-    if example.prompt is None or "choices" not in example.extra:
-        raise wrong("there are no choices to choose from", code="choices")
-    choices = read_choices(example.extra["choices"], wrong)
-    if example.completion not in choices:
-        raise wrong(f"{example.completion!r} is not among the choices", code="choices")
-    return choices
-
-
-def references_of(question: Question) -> tuple[str, ...]:
-    """Return the texts that a generated answer is measured against: the target, other wordings.
-
-    Raises:
-        DataError: A `references` column that is no list of texts.
-    """
-    example = question.example
-    others = example.extra.get("references") or []
-    if not isinstance(others, list) or not all(isinstance(one, str) for one in others):
-        raise DataError(
-            f"skill {question.skill!r}, row {example.row}: 'references' must be a list of texts",
-            code="type",
-            row=example.row,
-        )
-    return tuple(dict.fromkeys([example.completion, *others]))
-
-
-def check_metric(asked: Sequence[Question], metric: Metric) -> None:
-    """Refuse items that lack what a metric needs.
-
-    Raises:
-        DataError: Names the first row.
-    """
-    needs = METRICS[metric].needs
-    for question in asked:
-        if needs == "choices":
-            choices_of(question)
-        elif needs == "answer":
-            references_of(question)
-
-
-def other_choices(asked: Sequence[Question]) -> list[Question]:
-    """Return an item for each choice that is not the right one, in order; they keep the ids."""
-    return [
-        replace(question, example=replace(question.example, completion=choice))
-        for question in asked
-        for choice in choices_of(question)
-        if choice != question.example.completion
-    ]
+            question = Question(digest.hexdigest()[:16], skill.name, example)
+            found.append(replace(question, at=numbers_at(question, by)))
+    return with_parts(found)
 
 
 def encode_questions(

@@ -21,6 +21,7 @@ from cgmerge.evals.stats import (
     holm,
     macro_wilson,
     mcnemar,
+    mean_of,
     wilson,
 )
 
@@ -81,7 +82,7 @@ def by_target(items: Sequence[Item]) -> dict[str, Skills]:
 
 def _result(items: list[Item], metric: Metric, seed: int) -> Result:
     info, n = METRICS[metric], len(items)
-    interval = _interval([items], info, seed)
+    interval = interval_of([items], info, seed)
     result = Result(
         target=items[0].target,
         skill=items[0].skill,
@@ -105,7 +106,7 @@ def _result(items: list[Item], metric: Metric, seed: int) -> Result:
 def _mean(skills: dict[str, list[Item]], metric: Metric, seed: int) -> Mean:
     groups = list(skills.values())
     info = METRICS[metric]
-    interval = _interval(groups, info, seed)
+    interval = interval_of(groups, info, seed)
     return Mean(
         target=groups[0][0].target,
         metric=metric,
@@ -117,8 +118,14 @@ def _mean(skills: dict[str, list[Item]], metric: Metric, seed: int) -> Mean:
     )
 
 
-def _interval(groups: Sequence[Sequence[Item]], info: MetricInfo, seed: int) -> Interval:
-    """Return the interval of the mean of the scores of skills."""
+def interval_of(groups: Sequence[Sequence[Item]], info: MetricInfo, seed: int) -> Interval:
+    """Return the 95 % interval of the mean of the scores of skills.
+
+    Args:
+        groups: Items of each skill, none empty.
+        info: The metric.
+        seed: Of the bootstrap.
+    """
     if info.binary:
         counts = [(round(sum(map(info.value, group))), len(group)) for group in groups]
         return wilson(*counts[0]) if len(counts) == 1 else macro_wilson(counts)
@@ -126,7 +133,7 @@ def _interval(groups: Sequence[Sequence[Item]], info: MetricInfo, seed: int) -> 
         return bootstrap_mean([[info.value(item) for item in group] for group in groups], seed=seed)
 
     def mean(sums: list[NDArray[np.float64]]) -> NDArray[np.float64]:
-        return np.vstack([info.scores(one[0] / one[1]) for one in sums]).mean(axis=0)
+        return mean_of([info.scores(one[0] / one[1]) for one in sums])
 
     return _known(bootstrap_sums([info.columns(group) for group in groups], mean, seed=seed))
 
@@ -230,7 +237,7 @@ def _paired_interval(
 
     def gain(sums: list[NDArray[np.float64]]) -> NDArray[np.float64]:
         ones = [info.scores(one[0] / one[1]) - info.scores(one[2] / one[3]) for one in sums]
-        return sign * np.vstack(ones).mean(axis=0)
+        return sign * mean_of(ones)
 
     columns = [np.vstack([info.columns(a), info.columns(b)]) for a, b in pairs]
     return _known(bootstrap_sums(columns, gain, seed=seed))

@@ -79,3 +79,48 @@ def test_min_is_about_the_metric(run, data):
     for bar, expected in ((least, 0), (least + 0.01, 1)):
         words = ("--metric", "token-accuracy", f"--min={bar}", "-q")
         assert run("eval", *data, *words)[0] == expected
+
+
+HOPS = [
+    {"id": 1, "prompt": "reverse : a b =", "completion": "b a", "depth": 1},
+    {"id": 2, "prompt": "copy : b a =", "completion": "b a", "depth": 1},
+    {"part_ids": [1, 2], "prompt": "copy reverse : a b =", "completion": "b a > b a", "depth": 2},
+]
+
+
+@pytest.fixture
+def hops(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{**row, "skill": name} for row, name in zip(HOPS, ("one", "two", "both"), strict=True)]
+    (tmp_path / "hops.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ("--base", "tiny", "--data", "hops.jsonl")
+
+
+def test_analysis_of_parts_and_columns(run, hops, tmp_path):
+    words = ("--by", "depth", "--by", "tokens", "-o", "r.json", "--json")
+    code, stdout, stderr = run("eval", *hops, *words)
+    assert code == 0, stderr
+    found = json.loads(stdout)
+    (base,) = found["analysis"]
+    assert (base["target"], base["effects"]) == ("base", None)
+    right = {one["skill"]: one["correct"] for one in found["results"]}
+    (gap,) = base["gaps"]
+    assert (gap["skill"], gap["wholes"]) == ("both", 1)
+    assert gap["n"] == right["one"] * right["two"]
+    assert [(p["first"], p["n"]) for p in base["curves"]["depth"]] == [(1.0, 2), (2.0, 1)]
+    assert [(p["first"], p["n"]) for p in base["curves"]["tokens"]] == [(3.0, 2), (6.0, 1)]
+    assert base["links"][0]["parts"] == ["one", "two"]
+    calibration = base["calibration"]
+    assert (calibration["n"], calibration["bins"]) == (3, 10)
+    code, stdout, _ = run("report", "r.json", "-o", "p.html", "--json")
+    assert code == 0
+    assert json.loads(stdout)["parts"][0]["analysis"] == found["analysis"]
+    page = (tmp_path / "p.html").read_text()
+    assert "Scores by depth" in page
+    assert "Scores by tokens of the answer" in page
+
+
+def test_columns_that_are_not_there(run, hops):
+    code, stdout, stderr = run("eval", *hops, "--by", "width", "--dry-run")
+    assert (code, stdout) == (3, "")
+    assert "row 1: column 'width' must hold a number" in stderr

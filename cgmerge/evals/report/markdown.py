@@ -7,6 +7,7 @@ from cgmerge.evals.record import Comparison, Mean, Result
 from cgmerge.evals.report.labels import label, labels, p_value
 from cgmerge.evals.report.page import Report
 from cgmerge.evals.report.sections import Key, Section, column_labels, significant
+from cgmerge.evals.report.statements import Plain
 from cgmerge.evals.report.tables import signed
 
 _MARKS = {1: " ▲", 0: "", -1: " ▼"}
@@ -45,6 +46,9 @@ def render_markdown(report: Report) -> str:
         if section.expert:
             parts.append(f"Against the best single expert of each skill: {how}.")
             parts.append(_differences(section, section.expert))
+        for one in report.tables(section):
+            parts.append(f"{plain(one.title)}. {plain(one.note)}")
+            parts.append(_table([plain(head) for head in one.heads], _plain_rows(one)))
         sources = [(one.name, one.sha256) for one in section.sources]
         parts += [f"Record {plain(label(name))}, sha256 {digest}." for name, digest in sources]
     return "\n\n".join(parts) + "\n"
@@ -66,6 +70,13 @@ def _scores(section: Section) -> str:
         rows.append(["mean", str(means[0].n), *map(_score, means)])
     heads = [plain(names[column.name]) for column in section.columns]
     return _table(["skill", "n", *heads], rows)
+
+
+def _plain_rows(one: Plain) -> list[list[str]]:
+    return [
+        [plain(f"{value} ({small})" if small else value) for value, small in row]
+        for row in one.rows
+    ]
 
 
 def _score(one: Result | Mean) -> str:
