@@ -2,7 +2,7 @@
 
 import math
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -84,6 +84,20 @@ def evaluate(
     compare_to: Annotated[
         str | None, typer.Option("--compare-to", metavar="NAME", help="Default: the base")
     ] = None,
+    validation: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--validation",
+            metavar="[NAME=]FILE...",
+            help="Also show the expert that is best on this other data, as `best-single`",
+        ),
+    ] = None,
+    oracle: Annotated[
+        bool,
+        typer.Option(
+            "--oracle", help="Also show the best expert of each skill, picked on the scored items"
+        ),
+    ] = False,
     no_base: Annotated[bool, typer.Option("--no-base", help="Leave the base out")] = False,
     expect_same: Annotated[
         bool, typer.Option("--expect-same", help="Accept targets that score as the base")
@@ -141,16 +155,13 @@ def evaluate(
         seed=seed,
         loading=LoadOptions(device, dtype, load_in_4bit),
     )
-    if max_new_tokens is not None and not settings.writes:
-        raise UsageError(
-            f"--max-new-tokens has no effect: with --metric {metric} nothing is generated",
-            code="max_new_tokens",
-            hint="add --generate, or leave it out",
-        )
+    _check_length(settings, info)
     if no_base and not targets:
         raise UsageError("nothing is left to evaluate", code="targets", hint="name a target")
     if out is not None:
-        places = [expanded(split_name(spec)[1]) for spec in (*data, *(targets or []))]
+        places = [
+            expanded(split_name(spec)[1]) for spec in (*data, *(validation or []), *(targets or []))
+        ]
         there = [place for place in places if os.path.exists(place)]  # noqa: PTH110 (odd names)
         check_out(out, overwrite=overwrite, inputs=there)
     opened = open_base(base)
@@ -158,13 +169,15 @@ def evaluate(
         refuse_inputs(out, [opened.folder])
     skills = read_skills(data, limit=limit)
     check_metric(questions(skills, settings.by), info.name)
+    picks = _Picks(read_skills(validation) if validation else [], oracle)
     found = open_targets(targets or [], opened, force_base=force_base)
+    picks.check(found, skills, settings)
     _say_what(opened, found, skills, output)
     check_tasks(found, [skill.name for skill in skills])
     if dry_run:
         _finish_dry_run(opened, found, skills, output)
         return
-    evaluation = _measure(opened, found, skills, settings, output)
+    evaluation = _measure(opened, found, skills, (settings, picks), output)
     record = evaluation.record
     if out is not None:
         from cgmerge.evals.record import write_record
@@ -205,16 +218,59 @@ def _check_least(least: float | None, info: "MetricInfo") -> None:
     raise UsageError(f"--min must be from 0 to 1, found {exact(least)}", code="min", found=least)
 
 
+def _check_length(settings: "Settings", info: "MetricInfo") -> None:
+    if settings.max_new_tokens is not None and not settings.writes:
+        raise UsageError(
+            f"--max-new-tokens has no effect: with --metric {info.option} nothing is generated",
+            code="max_new_tokens",
+            hint="add --generate, or leave it out",
+        )
+
+
+@dataclass(frozen=True)
+class _Picks:
+    """Columns of picked experts that were asked for."""
+
+    validation: "list[SkillSet]"
+    oracle: bool
+
+    def check(
+        self, targets: "list[Target]", skills: "list[SkillSet]", settings: "Settings"
+    ) -> None:
+        """Refuse before any work what cannot be picked."""
+        from cgmerge.evals.baselines import CHOSEN, ORACLE, check_picks
+        from cgmerge.evals.columns import check_metric
+        from cgmerge.evals.suite import check_names, questions
+
+        if not self.validation and not self.oracle:
+            return
+        check_picks(targets, self.validation, skills)
+        check_names([CHOSEN, ORACLE, *(one.name for one in targets)], what="target", form=_NAMED)
+        if self.validation:
+            check_metric(questions(self.validation), settings.metric)
+
+    def settings(self, settings: "Settings") -> "Settings":
+        """Return how experts are scored on validation data."""
+        return replace(settings, keeps_base=False, expects_same=True, compare_to=None, by=())
+
+
+_NAMED = "NAME=PATH"
+
+
 def _measure(
     base: "Base",
     targets: "list[Target]",
     skills: "list[SkillSet]",
-    settings: "Settings",
+    how: "tuple[Settings, _Picks]",
     output: Output,
 ) -> "Evaluation":
+    from cgmerge.evals.baselines import with_baselines
     from cgmerge.evals.runner import count_rows, evaluate_targets
     from cgmerge.modules.loading import load_base
 
+    settings, picks = how
+    experts = [one for one in targets if one.kind == "expert"]
+    other = picks.settings(settings)
     loading = settings.loading
     loaded = load_base(
         base, device=loading.device, dtype=loading.dtype, load_in_4bit=loading.load_in_4bit
@@ -222,7 +278,16 @@ def _measure(
     kind = str(loaded.model.dtype).removeprefix("torch.")
     output.detail("device", f"{loaded.model.device}, {kind}")
     with output.progress("eval", count_rows(targets, skills, settings)) as advance:
-        return evaluate_targets(loaded, targets, skills, settings, progress=advance)
+        found = evaluate_targets(loaded, targets, skills, settings, progress=advance)
+    validation = None
+    if picks.validation:
+        with output.progress("validate", count_rows(experts, picks.validation, other)) as advance:
+            validation = evaluate_targets(
+                loaded, experts, picks.validation, other, progress=advance
+            )
+    if validation is None and not picks.oracle:
+        return found
+    return with_baselines(found, oracle=picks.oracle, validation=validation)
 
 
 def _say_what(
@@ -261,7 +326,8 @@ def _below(record: "Record", least: float | None) -> "list[Result]":
     """List results under the bar; the base has to pass only when it stands alone."""
     if least is None:
         return []
-    judged = [one for one in record.targets if one.kind != "base" or len(record.targets) == 1]
+    given = [one for one in record.targets if one.kind != "baseline"]
+    judged = [one for one in given if one.kind != "base" or len(given) == 1]
     names = {one.name for one in judged}
     return [one for one in record.results if one.target in names and one.score < least]
 

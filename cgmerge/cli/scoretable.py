@@ -24,7 +24,7 @@ def score_table(record: Record) -> tuple[list[str], _Cells]:
     columns = [_column(record, skill.name) for skill in record.skills]
     titles = [skill.name for skill in record.skills]
     if len(titles) > 1:
-        columns.append(_marked(record.means))
+        columns.append(_marked(record, record.means))
         titles.append("mean")
     if record.comparisons:
         columns.append(_against(record, names))
@@ -51,19 +51,22 @@ def how_to_read(record: Record) -> str:
             f"\nvs {record.settings.compare_to}: difference on the same items, + is better, and"
             f" its exact {info.test} p, Holm-corrected over targets"
         )
-    return text
+    notes = [f"\n{one.name}: {one.note}" for one in record.targets if one.note]
+    return text + "".join(notes)
 
 
 def _column(record: Record, skill: str) -> list[str]:
-    return _marked([result for result in record.results if result.skill == skill])
+    return _marked(record, [result for result in record.results if result.skill == skill])
 
 
-def _marked(scores: Sequence[Result | Mean]) -> list[str]:
-    """Write scores, and mark the best unless all are the same."""
-    best = max((one.score for one in scores), key=METRICS[scores[0].metric].rank)
-    differ = any(score.score != best for score in scores)
+def _marked(record: Record, scores: Sequence[Result | Mean]) -> list[str]:
+    """Write scores, and mark the best model unless all are the same."""
+    picked = {one.name for one in record.targets if one.kind == "baseline"}
+    models = [one for one in scores if one.target not in picked]
+    best = max((one.score for one in models), key=METRICS[scores[0].metric].rank)
+    differ = any(one.score != best for one in models)
     return [
-        f"{one.score:.2f}{'*' if differ and one.score == best else ' '}"
+        f"{one.score:.2f}{'*' if differ and one in models and one.score == best else ' '}"
         f"[{one.low:.2f}, {one.high:.2f}]"
         for one in scores
     ]

@@ -41,7 +41,7 @@ Metric = Literal[
     "choice_norm",
 ]
 """What a score is; `metrics` says how each follows from items."""
-Kind = Literal["base", "expert", "merged", "routed", "model", "deltas"]
+Kind = Literal["base", "expert", "merged", "routed", "model", "deltas", "baseline"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +116,11 @@ class TargetInfo:
 
     Attributes:
         name: Its name in all tables.
-        kind: Where it came from; `deltas` were given in memory.
+        kind: Where it came from; `deltas` were given in memory, a `baseline` is made of the
+            answers of experts.
         digest: SHA-256 of the adapter or model weights; the fingerprint for the base.
         tokenizer: `own` when a full model's tokenizer differs from the base's.
+        note: How a baseline was picked.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -127,6 +129,7 @@ class TargetInfo:
     kind: Kind
     digest: str
     tokenizer: Literal["base", "own"] = "base"
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,8 +207,9 @@ def test_markdown_takes_no_name_for_markup():
     assert "http\\://evil" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
     cells = {len(re.findall(r"(?<!\\)\|", row)) for row in rows}
-    # Two groups, five merges, six targets beside the base, seven targets with n; one more bar each.
-    assert cells == {4, 7, 8, 10}
+    # Two groups, three effects, five merges, six targets beside the base, seven targets with n; one
+    # more bar each.
+    assert cells == {4, 5, 7, 8, 10}
 
 
 @settings(max_examples=40, deadline=None)

@@ -84,11 +84,11 @@ class Section:
         skills: Names, in the order of the first record.
         columns: Targets, in the order of the records.
         groups: Of skills; the first holds those that experts were trained on.
-        base: Comparison of each column with its base.
+        base: Comparison of each model with its base; baselines are no models.
         expert: Comparison of each merge with the best expert of the skill.
         experts: The best expert of each skill, and of the mean.
-        top: The column with the best mean.
-        others: All other columns compared with it.
+        top: The model with the best mean.
+        others: All other models compared with it.
     """
 
     metric: Metric
@@ -188,23 +188,21 @@ def _section(sources: Sequence[Source], groups: Mapping[str, Sequence[str]]) -> 
     metric = sources[0].record.settings.metric
     seed = sources[0].record.settings.seed
     rank = METRICS[metric].rank
-    top = max(columns, key=lambda one: rank(one.mean.score))
-    others = [
-        compare_skills(one.items, top.items, metric=metric, seed=seed)
-        for one in columns
-        if one is not top
-    ]
-    names = [one.name for one in columns if one is not top]
+    models = [one for one in columns if one.target.kind != "baseline"] or columns
+    top = max(models, key=lambda one: rank(one.mean.score))
+    rest = [one for one in models if one is not top]
+    others = [compare_skills(one.items, top.items, metric=metric, seed=seed) for one in rest]
+    names = [one.name for one in rest]
     best = _best_experts(columns, skills, rank)
     judge = _Judge({one.name: one for one in columns}, skills, metric, seed)
-    merges = [one.name for one in columns if one.target.kind not in ("base", "expert")]
+    merges = [one.name for one in models if one.target.kind not in ("base", "expert")]
     return Section(
         metric=metric,
         sources=tuple(sources),
         skills=skills,
         columns=tuple(columns),
         groups=_groups(columns, skills, groups),
-        base=judge.family({one.name: one.base for one in columns if one.base is not None}),
+        base=judge.family({one.name: one.base for one in models if one.base is not None}),
         expert=judge.best(dict.fromkeys(merges, best) if best else {}),
         experts=best,
         top=top,
