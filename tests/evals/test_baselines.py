@@ -1,6 +1,7 @@
 """Columns of picked experts: made of recorded answers, and never called a model."""
 
 import dataclasses
+import re
 
 import pytest
 from record_support import make_evaluation
@@ -88,6 +89,11 @@ def test_an_oracle_is_never_the_best_model(both):
     page = page_of(both)
     Page(page)
     assert "picked on these very items" in page
+    assert "4 models were scored on 30 items" in page
+    rows = re.findall(r"<tr>.*?</tr>", page.partition("<h2>Groups")[0])
+    best = {place for row in rows for place, cell in enumerate(row.split("<td")) if "best" in cell}
+    assert best
+    assert not best & {5, 6}  # best-single and oracle stand last
     titles, cells = score_table(both.record)
     row = {line[0]: line[-2 if titles[-1].startswith("vs") else -1] for line in cells}
     assert "*" not in row["oracle"]

@@ -107,6 +107,11 @@ class Section:
         """Return what is known about the metric."""
         return METRICS[self.metric]
 
+    @property
+    def models(self) -> list[Column]:
+        """Return the columns that are models, not picked from them; all, if none is."""
+        return models_of(self.columns)
+
     def column(self, name: str) -> Column:
         """Return a column by its name."""
         return next(one for one in self.columns if one.name == name)
@@ -188,7 +193,7 @@ def _section(sources: Sequence[Source], groups: Mapping[str, Sequence[str]]) -> 
     metric = sources[0].record.settings.metric
     seed = sources[0].record.settings.seed
     rank = METRICS[metric].rank
-    models = [one for one in columns if one.target.kind != "baseline"] or columns
+    models = models_of(columns)
     top = max(models, key=lambda one: rank(one.mean.score))
     rest = [one for one in models if one is not top]
     others = [compare_skills(one.items, top.items, metric=metric, seed=seed) for one in rest]
@@ -208,6 +213,11 @@ def _section(sources: Sequence[Source], groups: Mapping[str, Sequence[str]]) -> 
         top=top,
         others=dict(zip(names, corrected(others), strict=True)),
     )
+
+
+def models_of(columns: Sequence[Column]) -> list[Column]:
+    """Return the columns that are models, not picked from them; all, if none is."""
+    return [one for one in columns if one.target.kind != "baseline"] or list(columns)
 
 
 def _columns(source: Source, there: Sequence[Column]) -> list[Column]:

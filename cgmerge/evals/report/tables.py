@@ -51,7 +51,7 @@ def scores_table(section: Section) -> str:
     ends = (info.low, info.high)
     if not all(map(math.isfinite, ends)):
         ends = min(one.score for one in cells), max(one.score for one in cells)
-    heat = _Heat(info, ends)
+    heat = _Heat(info, ends, [column in section.models for column in section.columns])
     heads = ["skill", *(_column_head(section, one.name, names) for one in section.columns)]
     rows = []
     for skill in section.skills:
@@ -80,19 +80,27 @@ def _row(head: str, cells: Sequence[str], *, kind: str = "") -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Heat:
-    """Colours scores: ten steps from one end to the other, the last is the best."""
+    """Colours scores: ten steps from one end to the other, the last is the best.
+
+    Attributes:
+        info: The metric.
+        ends: Of the scale.
+        compete: Which columns may be the best of their row.
+    """
 
     info: MetricInfo
     ends: tuple[float, float]
+    compete: Sequence[bool]
 
     def cells(self, scores: Sequence[Result | Mean]) -> list[str]:
-        best = max((one.score for one in scores), key=self.info.rank)
-        differ = any(one.score != best for one in scores)
+        rivals = [one.score for one, may in zip(scores, self.compete, strict=True) if may]
+        best = max(rivals, key=self.info.rank)
+        differ = any(score != best for score in rivals)
         cells = []
-        for one in scores:
+        for one, may in zip(scores, self.compete, strict=True):
             step = _step(one.score, self.ends)
             step = _STEPS - 1 - step if self.info.lower_is_better else step
-            winner = differ and one.score == best
+            winner = may and differ and one.score == best
             told = '<span class="out">best of its row</span>' if winner else ""
             cells.append(
                 f'<td class="h{step}{" best" if winner else ""}"><b>{signed(one.score)}</b>'

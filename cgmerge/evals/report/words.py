@@ -12,12 +12,12 @@ _MOST_NAMES = 6
 def say(section: Section) -> list[str]:
     """Return sentences on what was measured, what is best, what equals it and what was lost."""
     names = column_labels(section)
-    if len(section.columns) == 1:
+    if len(section.models) == 1:
         return [_measured(section), f"{_best(section, names)} There is nothing to compare it with."]
     found = [_measured(section), _best(section, names), _rivals(section, names)]
     found += _against_base(section, names)
     found += _against_experts(section, names)
-    if len(section.columns) > 2:
+    if len(section.models) > 2:
         found.append(
             "The best was picked on these very items, so that its score is a little flattering."
         )
@@ -27,7 +27,7 @@ def say(section: Section) -> list[str]:
 def _measured(section: Section) -> str:
     results = section.columns[0].results.values()
     n, count = sum(one.n for one in results), len(section.skills)
-    models = len(section.columns)
+    models = len(section.models)
     return (
         f"{models} model{'s were' if models > 1 else ' was'} scored on {n:,} items of {count}"
         f" skill{'s' if count > 1 else ''}; a score is the {section.info.what}."
@@ -36,12 +36,12 @@ def _measured(section: Section) -> str:
 
 def _best(section: Section, names: dict[str, str]) -> str:
     top = section.top
-    equal = [one for one in section.columns if one.mean.score == top.mean.score]
+    equal = [one for one in section.models if one.mean.score == top.mean.score]
     mean = top.mean
     interval = f"{numbers_in(mean.score)} (95 % interval {numbers_in(mean.low)} to"
     score = f"{interval} {numbers_in(mean.high)})"
     weighs = ", every skill weighing the same" if len(section.skills) > 1 else ""
-    if len(section.columns) == 1:
+    if len(section.models) == 1:
         return f"{names[top.name]} reaches a mean of {score}{weighs}."
     if len(equal) > 1:
         return (
