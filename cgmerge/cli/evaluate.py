@@ -183,16 +183,27 @@ def evaluate(
         from cgmerge.evals.record import write_record
 
         record = write_record(out, evaluation, overwrite=overwrite)
+    if not _tell(record, evaluation, out, least, output):
+        raise typer.Exit(1)
+
+
+def _tell(
+    record: "Record",
+    evaluation: "Evaluation",
+    out: Path | None,
+    least: float | None,
+    output: Output,
+) -> bool:
+    """Show what was measured; say whether all of it passes the bar."""
     failed = _below(record, least)
     _show(record, failed, out, output)
     fields = _fields(record, out, least, failed)
-    if as_json:
+    if output.as_json:
         from cgmerge.evals.statements import analyse_evaluation
 
         fields["analysis"] = [asdict(one) for one in analyse_evaluation(evaluation)]
     output.result(SCHEMA, fields, short=_short(record, out))
-    if failed:
-        raise typer.Exit(1)
+    return not failed
 
 
 def _check_least(least: float | None, info: "MetricInfo") -> None:
