@@ -162,12 +162,16 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(code)
 
 
+_SEVERAL = {
+    "--data", "--eval-data", "--validation", "--tune", "--calibrate", "--examples", "--files"
+}  # fmt: skip
+"""Options that take several words."""
+
+
 def run(words: list[str]) -> int:
     """Run one command line in this process and return its exit code; nothing is raised."""
     if words[:1] in (["eval"], ["train"], ["compose"], ["compress"], ["stats"], ["report"]):
-        words = spread(
-            words, {"--data", "--eval-data", "--tune", "--calibrate", "--examples", "--files"}
-        )
+        words = spread(words, _SEVERAL)
     try:
         refuse_unusable(words)
         code = app(args=words, prog_name="cgmerge", standalone_mode=False)

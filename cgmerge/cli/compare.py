@@ -122,12 +122,13 @@ def _row(compared: "Compared", one: "Comparison") -> list[str]:
 
 
 def _how_to_read(compared: "Compared") -> str:
-    exact = compared.metric == "exact_match"
-    what = "share of items answered exactly" if exact else "mean log-likelihood of a target token"
-    won = "that only the second has right" if exact else "to which the second gives more"
+    from cgmerge.evals.metrics import METRICS
+
+    info = METRICS[compared.metric]
+    won = "that only the second has right" if info.binary else "on which the second is better"
     text = (
-        f"how to read: {what}; change with its paired bootstrap interval; won: items {won};"
-        f"\np: {'exact McNemar test' if exact else 'exact sign test'} of won against lost"
+        f"how to read: {info.what}; change, + is better, with its paired bootstrap interval;"
+        f" won: items {won};\np: exact {info.test} test of won against lost"
     )
     if len(compared.skills) > 1:
         text += ", Holm-corrected over skills; the mean weighs every skill the same"

@@ -2,9 +2,9 @@
 
 import math
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -15,6 +15,7 @@ from cgmerge.plain import exact
 from cgmerge.shown import counted, score_text
 
 if TYPE_CHECKING:
+    from cgmerge.evals.metrics import MetricInfo
     from cgmerge.evals.record import Evaluation, Record, Result
     from cgmerge.evals.runner import Settings
     from cgmerge.evals.suite import SkillSet
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
     from cgmerge.modules.base import Base
 
 SCHEMA = "cgmerge.eval/1"
+
+MetricOption = Literal[
+    "exact", "loglik", "token-accuracy", "perplexity", "rouge-l", "token-f1", "choice",
+    "choice-norm",
+]  # fmt: skip
+_METRIC_HELP = ", ".join(get_args(MetricOption))
 
 
 def evaluate(
@@ -43,14 +50,33 @@ def evaluate(
         Path | None, typer.Option("--out", "-o", help="Record to write; items go beside it")
     ] = None,
     metric: Annotated[
-        Literal["exact", "loglik"], typer.Option("--metric", help="What the score is")
+        MetricOption,
+        typer.Option("--metric", metavar="NAME", help=f"What the score is: {_METRIC_HELP}"),
     ] = "exact",
     generate: Annotated[
         bool, typer.Option("--generate", help="Also generate greedily and compare item by item")
     ] = False,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-new-tokens",
+            metavar="N",
+            help="Longest generated answer [default: 256 with rouge-l and token-f1,"
+            " else 2 more than the right one]",
+            min=1,
+        ),
+    ] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", help="Items in a pass", min=1)] = 32,
     limit: Annotated[
         int | None, typer.Option("--limit", help="First N items of each skill", min=1)
+    ] = None,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--by",
+            metavar="COLUMN",
+            help="Also read scores over a column of numbers, or over the answer's `tokens`",
+        ),
     ] = None,
     least: Annotated[
         float | None,
@@ -59,6 +85,20 @@ def evaluate(
     compare_to: Annotated[
         str | None, typer.Option("--compare-to", metavar="NAME", help="Default: the base")
     ] = None,
+    validation: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--validation",
+            metavar="[NAME=]FILE...",
+            help="Also show the expert that is best on this other data, as `best-single`",
+        ),
+    ] = None,
+    oracle: Annotated[
+        bool,
+        typer.Option(
+            "--oracle", help="Also show the best expert of each skill, picked on the scored items"
+        ),
+    ] = False,
     no_base: Annotated[bool, typer.Option("--no-base", help="Leave the base out")] = False,
     expect_same: Annotated[
         bool, typer.Option("--expect-same", help="Accept targets that score as the base")
@@ -90,62 +130,97 @@ def evaluate(
 
       cgmerge eval merged --base BASE --data test.jsonl --min 0.9
     """
+    from cgmerge.evals.columns import check_metric
+    from cgmerge.evals.metrics import metric_of
     from cgmerge.evals.record import check_out
     from cgmerge.evals.runner import Settings
-    from cgmerge.evals.suite import read_skills, split_name
+    from cgmerge.evals.suite import questions, read_skills, split_name
     from cgmerge.evals.targets import LoadOptions, check_tasks, open_targets
     from cgmerge.inputs import refuse_inputs
     from cgmerge.modules.base import open_base
     from cgmerge.refs import expanded
 
-    _check_least(least, metric)
+    info = metric_of(metric)
+    _check_least(least, info)
     output = Output(as_json=as_json, quiet=quiet, verbose=verbose)
     settings = Settings(
-        metric="exact_match" if metric == "exact" else "loglik",
+        metric=info.name,
         batch_size=batch_size,
         generates=generate,
+        max_new_tokens=max_new_tokens,
         keeps_base=not no_base,
         expects_same=expect_same,
         compare_to=compare_to,
+        by=tuple(by or ()),
         limit=limit,
         seed=seed,
         loading=LoadOptions(device, dtype, load_in_4bit),
     )
+    _check_length(settings, info)
     if no_base and not targets:
         raise UsageError("nothing is left to evaluate", code="targets", hint="name a target")
     if out is not None:
-        places = [expanded(split_name(spec)[1]) for spec in (*data, *(targets or []))]
+        places = [
+            expanded(split_name(spec)[1]) for spec in (*data, *(validation or []), *(targets or []))
+        ]
         there = [place for place in places if os.path.exists(place)]  # noqa: PTH110 (odd names)
         check_out(out, overwrite=overwrite, inputs=there)
     opened = open_base(base)
     if out is not None:
         refuse_inputs(out, [opened.folder])
     skills = read_skills(data, limit=limit)
+    check_metric(questions(skills, settings.by), info.name)
+    picks = _Picks(read_skills(validation) if validation else [], oracle)
     found = open_targets(targets or [], opened, force_base=force_base)
+    picks.check(found, skills, settings)
     _say_what(opened, found, skills, output)
     check_tasks(found, [skill.name for skill in skills])
     if dry_run:
         _finish_dry_run(opened, found, skills, output)
         return
-    evaluation = _measure(opened, found, skills, settings, output)
+    evaluation = _measure(opened, found, skills, (settings, picks), output)
     record = evaluation.record
     if out is not None:
         from cgmerge.evals.record import write_record
 
         record = write_record(out, evaluation, overwrite=overwrite)
-    failed = _below(record, least)
-    _show(record, failed, out, output)
-    output.result(SCHEMA, _fields(record, out, least, failed), short=_short(record, out))
-    if failed:
+    if not _tell(record, evaluation, out, least, output):
         raise typer.Exit(1)
 
 
-def _check_least(least: float | None, metric: str) -> None:
+def _tell(
+    record: "Record",
+    evaluation: "Evaluation",
+    out: Path | None,
+    least: float | None,
+    output: Output,
+) -> bool:
+    """Show what was measured; say whether all of it passes the bar."""
+    failed = _below(record, least)
+    _show(record, failed, out, output)
+    fields = _fields(record, out, least, failed)
+    if output.as_json:
+        from cgmerge.evals.statements import analyse_evaluation
+
+        fields["analysis"] = [asdict(one) for one in analyse_evaluation(evaluation)]
+    output.result(SCHEMA, fields, short=_short(record, out))
+    return not failed
+
+
+def _check_least(least: float | None, info: "MetricInfo") -> None:
     """Refuse a bar that no score can pass, or that every score does."""
-    low, high = (-math.inf, 0.0) if metric == "loglik" else (0.0, 1.0)
-    if least is None or (low <= least <= high and math.isfinite(least)):
+    if least is None:
         return
-    if metric == "loglik":
+    if info.lower_is_better:
+        raise UsageError(
+            f"--min does not fit {info.option}, of which less is better",
+            code="min",
+            hint="--metric loglik --min=-0.5 wants a perplexity of about e^0.5 = 1.65 or less",
+            found=least,
+        )
+    if info.low <= least <= info.high and math.isfinite(least):
+        return
+    if info.high == 0:
         raise UsageError(
             f"--min {exact(least)} cannot be reached: log-likelihoods are at most 0",
             code="min",
@@ -155,16 +230,59 @@ def _check_least(least: float | None, metric: str) -> None:
     raise UsageError(f"--min must be from 0 to 1, found {exact(least)}", code="min", found=least)
 
 
+def _check_length(settings: "Settings", info: "MetricInfo") -> None:
+    if settings.max_new_tokens is not None and not settings.writes:
+        raise UsageError(
+            f"--max-new-tokens has no effect: with --metric {info.option} nothing is generated",
+            code="max_new_tokens",
+            hint="add --generate, or leave it out",
+        )
+
+
+@dataclass(frozen=True)
+class _Picks:
+    """Columns of picked experts that were asked for."""
+
+    validation: "list[SkillSet]"
+    oracle: bool
+
+    def check(
+        self, targets: "list[Target]", skills: "list[SkillSet]", settings: "Settings"
+    ) -> None:
+        """Refuse before any work what cannot be picked."""
+        from cgmerge.evals.baselines import CHOSEN, ORACLE, check_picks
+        from cgmerge.evals.columns import check_metric
+        from cgmerge.evals.suite import check_names, questions
+
+        if not self.validation and not self.oracle:
+            return
+        check_picks(targets, self.validation, skills)
+        check_names([CHOSEN, ORACLE, *(one.name for one in targets)], what="target", form=_NAMED)
+        if self.validation:
+            check_metric(questions(self.validation), settings.metric)
+
+    def settings(self, settings: "Settings") -> "Settings":
+        """Return how experts are scored on validation data."""
+        return replace(settings, keeps_base=False, expects_same=True, compare_to=None, by=())
+
+
+_NAMED = "NAME=PATH"
+
+
 def _measure(
     base: "Base",
     targets: "list[Target]",
     skills: "list[SkillSet]",
-    settings: "Settings",
+    how: "tuple[Settings, _Picks]",
     output: Output,
 ) -> "Evaluation":
+    from cgmerge.evals.baselines import with_baselines
     from cgmerge.evals.runner import count_rows, evaluate_targets
     from cgmerge.modules.loading import load_base
 
+    settings, picks = how
+    experts = [one for one in targets if one.kind == "expert"]
+    other = picks.settings(settings)
     loading = settings.loading
     loaded = load_base(
         base, device=loading.device, dtype=loading.dtype, load_in_4bit=loading.load_in_4bit
@@ -172,7 +290,16 @@ def _measure(
     kind = str(loaded.model.dtype).removeprefix("torch.")
     output.detail("device", f"{loaded.model.device}, {kind}")
     with output.progress("eval", count_rows(targets, skills, settings)) as advance:
-        return evaluate_targets(loaded, targets, skills, settings, progress=advance)
+        found = evaluate_targets(loaded, targets, skills, settings, progress=advance)
+    validation = None
+    if picks.validation:
+        with output.progress("validate", count_rows(experts, picks.validation, other)) as advance:
+            validation = evaluate_targets(
+                loaded, experts, picks.validation, other, progress=advance
+            )
+    if validation is None and not picks.oracle:
+        return found
+    return with_baselines(found, oracle=picks.oracle, validation=validation)
 
 
 def _say_what(
@@ -213,7 +340,8 @@ def _below(record: "Record", least: float | None) -> "list[Result]":
     """List results under the bar; the base has to pass only when it stands alone."""
     if least is None:
         return []
-    judged = [one for one in record.targets if one.kind != "base" or len(record.targets) == 1]
+    given = [one for one in record.targets if one.kind != "baseline"]
+    judged = [one for one in given if one.kind != "base" or len(given) == 1]
     names = {one.name for one in judged}
     return [one for one in record.results if one.target in names and one.score < least]
 

@@ -147,6 +147,7 @@ def _fields(
                 **_part(section),
                 "text": " ".join(made.text(section)),
                 "warnings": made.warnings(section),
+                "analysis": [asdict(one) for one in made.statements(section)],
             }
             for section in made.sections
         ],

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from cgmerge.evals.metrics import METRICS
 from cgmerge.evals.record import Comparison, Mean, Record, Result
 from cgmerge.shown import score_text
 
@@ -24,7 +25,7 @@ def score_table(record: Record) -> tuple[list[str], _Cells]:
     columns = [_column(record, skill.name) for skill in record.skills]
     titles = [skill.name for skill in record.skills]
     if len(titles) > 1:
-        columns.append(_marked(record.means))
+        columns.append(_marked(record, record.means))
         titles.append("mean")
     if record.comparisons:
         columns.append(_against(record, names))
@@ -40,34 +41,33 @@ def how_to_read(record: Record) -> str:
     """Say in two lines what the numbers are and on how many items they rest."""
     sizes = sorted({skill.n for skill in record.skills})
     n = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-    what = (
-        "share of items answered exactly, end included"
-        if record.settings.metric == "exact_match"
-        else "mean log-likelihood of a target token"
-    )
-    text = f"how to read: {what} [95 % interval], n = {n} items per skill"
+    info = METRICS[record.settings.metric]
+    text = f"how to read: {info.what} [95 % interval], n = {n} items per skill"
     if len(record.targets) > 1:
         text += "; * best of its skill"
     if len(record.skills) > 1:
         text += "; the mean weighs every skill the same"
     if record.comparisons:
         text += (
-            f"\nvs {record.settings.compare_to}: difference in exact match on the same items and"
-            " its exact McNemar p, Holm-corrected over targets"
+            f"\nvs {record.settings.compare_to}: difference on the same items, + is better, and"
+            f" its exact {info.test} p, Holm-corrected over targets"
         )
-    return text
+    notes = [f"\n{one.name}: {one.note}" for one in record.targets if one.note]
+    return text + "".join(notes)
 
 
 def _column(record: Record, skill: str) -> list[str]:
-    return _marked([result for result in record.results if result.skill == skill])
+    return _marked(record, [result for result in record.results if result.skill == skill])
 
 
-def _marked(scores: Sequence[Result | Mean]) -> list[str]:
-    """Write scores, and mark the best unless all are the same."""
-    best = max(score.score for score in scores)
-    differ = any(score.score != best for score in scores)
+def _marked(record: Record, scores: Sequence[Result | Mean]) -> list[str]:
+    """Write scores, and mark the best model unless all are the same."""
+    picked = {one.name for one in record.targets if one.kind == "baseline"}
+    models = [one for one in scores if one.target not in picked]
+    best = max((one.score for one in models), key=METRICS[scores[0].metric].rank)
+    differ = any(one.score != best for one in models)
     return [
-        f"{score_text(one.score)}{'*' if differ and one.score == best else ' '}"
+        f"{score_text(one.score)}{'*' if differ and one in models and one.score == best else ' '}"
         f"[{score_text(one.low)}, {score_text(one.high)}]"
         for one in scores
     ]

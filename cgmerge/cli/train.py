@@ -101,8 +101,9 @@ def train(
 ) -> None:
     """Train one LoRA expert on one skill, several from a recipe, or modules that tasks share.
 
-    Data: prompt/completion, messages, text, alpaca or sharegpt rows. The loss covers the
-    completion only. A stopped run goes on when the command is repeated, to the same bytes.
+    Data: prompt/completion, messages, text, alpaca, sharegpt or multiple-choice rows. The loss
+    covers the completion only. A stopped run goes on when the command is repeated, to the same
+    bytes.
 
     For example:
 

@@ -31,6 +31,7 @@ def load_checked(path: Path) -> Evaluation:
         raise _damaged(path, "it has no items", "at least one item", "none")
     _check_names(path, record, groups)
     _check_same_items(path, groups)
+    _check_parts(path, evaluation)
     numbers = summarise(evaluation.items, metric=record.settings.metric, seed=record.settings.seed)
     written = {(one.target, one.skill): one for one in record.results}
     for found in numbers.results:
@@ -73,6 +74,14 @@ def _check_same_items(path: Path, groups: dict[str, Skills]) -> None:
                     f"{len(wanted[name])} items from {wanted[name][0]} on",
                     f"{len(items)} items from {items[0].id} on",
                 )
+
+
+def _check_parts(path: Path, evaluation: Evaluation) -> None:
+    ids = {item.id for item in evaluation.items}
+    for item in evaluation.items:
+        strange = [part for part in item.parts or () if part not in ids]
+        if strange:
+            raise _damaged(path, f"item {item.id} has a part", "none of this id", strange[0])
 
 
 def _agree(given: Result, found: Result) -> bool:

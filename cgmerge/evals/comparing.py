@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cgmerge.errors import Incompatible, NotFound, UsageError
 from cgmerge.evals.checked import load_checked
+from cgmerge.evals.metrics import METRICS, picked
 from cgmerge.evals.record import Comparison, Evaluation, Item, Metric, Record, SkillInfo, TargetInfo
 from cgmerge.evals.summary import Skills, by_target, compare_skills, corrected
 from cgmerge.nearest import nearest
@@ -150,7 +151,7 @@ def compare_sides(before: Side, after: Side, *, seed: int = 0) -> Compared:
     scores[None] = _mean(before), _mean(after)
     return Compared(
         before, after, metric, overall, tuple(corrected(each)), scores,
-        _flips(theirs, after.items), _warnings(before, after),
+        _flips(theirs, after.items, metric), _warnings(before, after),
     )  # fmt: skip
 
 
@@ -228,13 +229,25 @@ def _mean(side: Side) -> float:
     return next(one.score for one in side.record.means if one.target == side.target.name)
 
 
-def _flips(before: Skills, after: Skills) -> tuple[Flip, ...]:
+def _flips(before: Skills, after: Skills, metric: Metric) -> tuple[Flip, ...]:
+    right = METRICS[metric].is_right
     return tuple(
-        Flip(name, new.id, new.correct, new.expected, old.prediction, new.prediction)
+        Flip(name, new.id, right(new), *_said(new, old, metric))
         for name, items in after.items()
         for old, new in zip(before[name], items, strict=True)
-        if old.correct != new.correct
+        if right(old) != right(new)
     )
+
+
+def _said(new: Item, old: Item, metric: Metric) -> tuple[str, str, str]:
+    """Return what was expected, and what was said before and after."""
+    if new.choices is None or old.choices is None or new.choice is None:
+        return new.expected, old.prediction, new.prediction
+    normalised = metric == "choice_norm"
+    places = [picked(item, normalised=normalised) for item in (old, new)]
+    texts = [one.text for one in new.choices]
+    said = ["undecided" if place is None else texts[place] for place in places]
+    return texts[new.choice], said[0], said[1]
 
 
 def _warnings(before: Side, after: Side) -> tuple[str, ...]:

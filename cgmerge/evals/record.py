@@ -30,8 +30,35 @@ SCHEMA: Literal["cgmerge.record/1"] = "cgmerge.record/1"
 MAX_ITEM_BYTES = 8 * 1024**3
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-Metric = Literal["exact_match", "loglik"]
-Kind = Literal["base", "expert", "merged", "routed", "model", "deltas"]
+Metric = Literal[
+    "exact_match",
+    "loglik",
+    "token_accuracy",
+    "perplexity",
+    "rouge_l",
+    "token_f1",
+    "choice",
+    "choice_norm",
+]
+"""What a score is; `metrics` says how each follows from items."""
+Kind = Literal["base", "expert", "merged", "routed", "model", "deltas", "baseline"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of the answers that an item offers.
+
+    Attributes:
+        text: As in the data.
+        loglik: Log-likelihood of all its tokens, end token included.
+        tokens: How many they are.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    text: str
+    loglik: float
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +76,15 @@ class Item:
         tied: Two tokens shared the highest logit exactly.
         generated: Text that greedy generation wrote, where that was asked for.
         generated_correct: Whether generation wrote exactly the target.
+        tokens: Target tokens.
+        right: Of these, the ones that are the arg-max.
+        answer: Generated text without end and other special tokens, for metrics of texts.
+        references: Texts that `answer` is measured against.
+        stopped: Whether generation was stopped before an end token.
+        choices: Answers that were offered, for metrics of choices.
+        choice: Place of the right one.
+        parts: Ids of the items that ask for its parts (from the column `part_ids`).
+        at: Numbers that scores are read over, by column.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -63,6 +99,15 @@ class Item:
     tied: bool = False
     generated: str | None = None
     generated_correct: bool | None = None
+    tokens: int | None = None
+    right: int | None = None
+    answer: str | None = None
+    references: tuple[str, ...] | None = None
+    stopped: bool | None = None
+    choices: tuple[Choice, ...] | None = None
+    choice: int | None = None
+    parts: tuple[str, ...] | None = None
+    at: dict[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +116,11 @@ class TargetInfo:
 
     Attributes:
         name: Its name in all tables.
-        kind: Where it came from; `deltas` were given in memory.
+        kind: Where it came from; `deltas` were given in memory, a `baseline` is made of the
+            answers of experts.
         digest: SHA-256 of the adapter or model weights; the fingerprint for the base.
         tokenizer: `own` when a full model's tokenizer differs from the base's.
+        note: How a baseline was picked.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -82,6 +129,7 @@ class TargetInfo:
     kind: Kind
     digest: str
     tokenizer: Literal["base", "own"] = "base"
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +164,9 @@ class Result:
     """One target on one skill.
 
     Attributes:
-        score: Share of items right, or the mean log-likelihood, as `metric` says.
-        low: Lower end of the 95 % interval of `score` (Wilson; bootstrap for loglik).
+        score: What `metric` says.
+        low: Lower end of the 95 % interval of `score` (Wilson where items are right or wrong,
+            else bootstrap).
         high: Upper end.
         correct: Items right by teacher forcing.
         loglik: Mean over items of their mean token log-likelihood.
@@ -157,16 +206,17 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two targets on the same items, by exact match.
+    """Two targets on the same items.
 
     Attributes:
         skill: None for all skills together.
-        wins: Items that only `target` has right.
-        losses: Items that only `against` has right.
-        difference: Mean over skills of the difference of the shares right.
+        wins: Items that only `target` has right, or on which it is better.
+        losses: Items that only `against` has right, or on which it is better.
+        difference: Mean over skills of the difference of the scores, above zero where `target` is
+            better: for a perplexity, by how much it is lower.
         low: Lower end of its 95 % interval (paired bootstrap inside each skill).
         high: Upper end.
-        p: Exact McNemar test.
+        p: Exact McNemar test, or exact sign test, of wins against losses.
         p_holm: The same after Holm's correction over all targets (and skills).
     """
 
@@ -206,6 +256,8 @@ class RunSettings:
         batch_size: Rows in a pass.
         limit: First items of each skill that were used; None for all.
         generate: Whether greedy generation ran too.
+        max_new_tokens: Most tokens that it wrote; None for two more than each target has.
+        by: Columns that scores are read over.
         device: Kind of device.
         dtype: Float type of the model.
         load_in_4bit: Whether weights were quantized on loading.
@@ -219,6 +271,8 @@ class RunSettings:
     batch_size: int = 32
     limit: int | None = None
     generate: bool = False
+    max_new_tokens: int | None = None
+    by: tuple[str, ...] = ()
     device: str = "cpu"
     dtype: str = "float32"
     load_in_4bit: bool = False

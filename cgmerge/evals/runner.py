@@ -6,11 +6,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from cgmerge._version import __version__
 from cgmerge.errors import Damaged, Incompatible, UsageError
 from cgmerge.evals import scoring
+from cgmerge.evals.columns import Question, check_metric, other_choices
+from cgmerge.evals.items import Answers, make_items, warnings_of
+from cgmerge.evals.metrics import METRICS
 from cgmerge.evals.record import (
     BaseInfo,
     Evaluation,
@@ -22,7 +25,6 @@ from cgmerge.evals.record import (
 )
 from cgmerge.evals.scoring import TokenScore
 from cgmerge.evals.suite import (
-    Question,
     Rows,
     SkillSet,
     check_names,
@@ -37,9 +39,8 @@ from cgmerge.modules.encoding import Encoded, end_ids
 from cgmerge.modules.loading import LoadedBase
 from cgmerge.modules.teacher import position_limit
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
+MOST_NEW_TOKENS = 256
+"""Of an answer that is measured as a text, unless a setting says otherwise."""
 PROBE = 8
 """Items that tell nearly every target from the base; all that is compared without the base."""
 
@@ -58,10 +59,13 @@ class Settings:
     Attributes:
         metric: What scores and intervals are about.
         batch_size: Most items in one forward pass.
-        generates: Also generate greedily, and compare item by item.
+        generates: Also generate greedily, and compare item by item; metrics of texts always do.
+        max_new_tokens: Most tokens to generate; None for `MOST_NEW_TOKENS` with metrics of texts,
+            else a little more than the target.
         keeps_base: Score the base first; otherwise it is only probed.
         expects_same: Allow targets that score exactly as the base.
         compare_to: Target for paired comparisons; the base where it is scored.
+        by: Columns of numbers that scores are read over; kept with the items.
         limit: Recorded only: how many items of each skill were taken.
         seed: Of the bootstrap.
         loading: For targets that are models of their own.
@@ -70,12 +74,36 @@ class Settings:
     metric: Metric = "exact_match"
     batch_size: int = 32
     generates: bool = False
+    max_new_tokens: int | None = None
     keeps_base: bool = True
     expects_same: bool = False
     compare_to: str | None = None
+    by: tuple[str, ...] = ()
     limit: int | None = None
     seed: int = 0
     loading: LoadOptions = field(default_factory=LoadOptions)
+
+    @property
+    def measures_texts(self) -> bool:
+        """Whether the metric is about generated texts."""
+        return METRICS[self.metric].needs == "answer"
+
+    @property
+    def offers_choices(self) -> bool:
+        """Whether the metric is about choices that rows offer."""
+        return METRICS[self.metric].needs == "choices"
+
+    @property
+    def writes(self) -> bool:
+        """Whether answers are generated."""
+        return self.generates or self.measures_texts
+
+    @property
+    def longest(self) -> int | None:
+        """Most tokens of a generated answer; None for a little more than its target."""
+        if self.max_new_tokens is None and self.measures_texts:
+            return MOST_NEW_TOKENS
+        return self.max_new_tokens
 
 
 def evaluate_targets(
@@ -100,7 +128,8 @@ def evaluate_targets(
 
     Raises:
         UsageError: Nothing to score, two of one name, or an unknown `compare_to`.
-        DataError: An empty skill, or targets longer than the model's positions.
+        DataError: An empty skill, targets longer than the model's positions, or rows without what
+            the metric needs.
         Incompatible: Targets that score item by item as the base (`same_as_base`); all are named,
             adapters before the work begins.
         Damaged: A model that gives NaN.
@@ -109,7 +138,8 @@ def evaluate_targets(
     contenders = _contenders(loaded, targets, chosen)
     against = _reference(contenders, chosen)
     check_names([skill.name for skill in skills], what="skill", form="NAME=FILE")
-    asked = questions(skills)
+    asked = questions(skills, chosen.by)
+    check_metric(asked, chosen.metric)
     run = _Run(loaded, asked, chosen, progress)
     infos = [describe(skill, asked, run.rows) for skill in skills]
     run.refuse_same(targets)
@@ -134,7 +164,9 @@ def evaluate_targets(
 def count_rows(targets: Sequence[Target], skills: Sequence[SkillSet], settings: Settings) -> int:
     """Return what the progress of `evaluate_targets` counts up to."""
     models = len(targets) + settings.keeps_base
-    return models * sum(len(skill.examples) for skill in skills) * (1 + settings.generates)
+    items = sum(len(skill.examples) for skill in skills) * (1 + settings.writes)
+    others = other_choices(questions(skills)) if settings.offers_choices else ()
+    return models * (items + len(others))
 
 
 class _Run:
@@ -148,6 +180,7 @@ class _Run:
         progress: Progress | None,
     ) -> None:
         self.loaded, self.asked, self.settings = loaded, asked, settings
+        self.others = other_choices(asked) if settings.offers_choices else []
         self.progress, self.done = progress, 0
         self.rows = self.encode(loaded)
         self.warnings: list[str] = []
@@ -157,7 +190,11 @@ class _Run:
     def encode(self, model: LoadedBase) -> Rows:
         """Turn the questions into tokens of a model."""
         limit = position_limit(model.model)
-        return encode_questions(self.asked, model.tokenizer, limit)
+        rows = encode_questions(self.asked, model.tokenizer, limit)
+        if not self.others:
+            return rows
+        others = encode_questions(self.others, model.tokenizer, limit)
+        return replace(rows, others=others.encoded)
 
     def refuse_same(self, targets: Sequence[Target]) -> None:
         """Refuse, before the work, what scores bit for bit as the base: it is not really there.
@@ -214,23 +251,28 @@ class _Run:
                 )
             work = self._work(target, there, rows)
             scores = self._score(work)
-            generates = self.settings.generates and not self.same  # else it is refused anyway
-            written = self._generate(work) if generates else None
-            items = _items(_Answers(target.name, rows, scores, written), self.asked, there.loaded)
-        self.warnings += _warnings_about(target.name, items)
+            generates = self.settings.writes and not self.same  # else it is refused anyway
+            answers = Answers(
+                target.name,
+                rows,
+                scores,
+                self._score_others(target, there, rows),
+                self._generate(work) if generates else None,
+                self.settings.measures_texts,
+            )
+            items = make_items(answers, self.asked, there.loaded.tokenizer)
+        self.warnings += warnings_of(target.name, items)
         return TargetInfo(target.name, target.kind, target.digest, tokenizer), items
 
     def _work(self, target: Target, there: Ready, rows: Rows, count: int | None = None) -> "_Work":
-        encoded = rows.encoded[:count]
-        skills = [question.skill for question in self.asked]
+        return _work_of(target, there, rows.encoded[:count], self.asked)
 
-        def prepare(batch: Sequence[int]) -> None:
-            if there.routing is not None:
-                there.routing.route(
-                    [encoded[i].prompt_ids for i in batch], [skills[i] for i in batch]
-                )
-
-        return _Work(target, there.loaded, encoded, prepare)
+    def _score_others(self, target: Target, there: Ready, rows: Rows) -> list[TokenScore]:
+        """Score the choices that are not the right ones."""
+        if not rows.others:
+            return []
+        work = _work_of(target, there, rows.others, self.others)
+        return _score(work, self.settings.batch_size, partial(self._advance, target.name))
 
     def _score(self, work: "_Work") -> list[TokenScore]:
         settings, target = self.settings, work.target
@@ -253,6 +295,7 @@ class _Run:
             work.encoded,
             ends=end_ids(work.model.tokenizer),
             batch_size=self.settings.batch_size,
+            longest=self.settings.longest,
             advance=partial(self._advance, work.target.name),
             prepare=work.prepare,
         )
@@ -261,53 +304,6 @@ class _Run:
         self.done += rows
         if self.progress is not None:
             self.progress(self.done, note=note)
-
-
-@dataclass(frozen=True, slots=True)
-class _Answers:
-    """What one target said to all questions."""
-
-    name: str
-    rows: Rows
-    scores: Sequence[TokenScore]
-    written: Sequence[tuple[int, ...]] | None
-
-
-def _items(answers: _Answers, asked: Sequence[Question], model: LoadedBase) -> list[Item]:
-    """Put scores into words; only wrong answers need decoding."""
-    rows, scores, written = answers.rows, answers.scores, answers.written
-    wrong = [i for i, one in enumerate(scores) if not one.correct]
-    texts = _decode([scores[i].predicted for i in wrong], model.tokenizer)
-    predictions = dict(zip(wrong, texts, strict=True))
-    items = [
-        Item(
-            id=question.id,
-            skill=question.skill,
-            target=answers.name,
-            correct=one.correct,
-            loglik=one.loglik,
-            prediction=predictions.get(i, rows.expected[i]),
-            expected=rows.expected[i],
-            tied=one.tied,
-        )
-        for i, (question, one) in enumerate(zip(asked, scores, strict=True))
-    ]
-    if written is None:
-        return items
-    wanted = [tuple(row.target_ids) for row in rows.encoded]
-    return [
-        replace(item, generated=text, generated_correct=tokens == target)
-        for item, text, tokens, target in zip(
-            items, _decode(written, model.tokenizer), written, wanted, strict=True
-        )
-    ]
-
-
-def _decode(ids: Sequence[tuple[int, ...]], tokenizer: "PreTrainedTokenizerBase") -> list[str]:
-    if not ids:
-        return []
-    texts: list[str] = tokenizer.batch_decode(list(map(list, ids)), skip_special_tokens=False)
-    return texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +317,18 @@ class _Work:
 
     def first(self, count: int) -> "_Work":
         return replace(self, encoded=self.encoded[:count])
+
+
+def _work_of(
+    target: Target, there: Ready, encoded: Sequence[Encoded], asked: Sequence[Question]
+) -> _Work:
+    skills = [question.skill for question in asked]
+
+    def prepare(batch: Sequence[int]) -> None:
+        if there.routing is not None:
+            there.routing.route([encoded[i].prompt_ids for i in batch], [skills[i] for i in batch])
+
+    return _Work(target, there.loaded, encoded, prepare)
 
 
 def _score(
@@ -413,26 +421,10 @@ def _run_settings(loaded: LoadedBase, settings: Settings, against: str | None) -
         seed=settings.seed,
         batch_size=settings.batch_size,
         limit=settings.limit,
-        generate=settings.generates,
+        by=settings.by,
+        generate=settings.writes,
+        max_new_tokens=settings.longest if settings.writes else None,
         device=loaded.model.device.type,
         dtype=str(loaded.model.dtype).removeprefix("torch."),
         load_in_4bit=settings.loading.load_in_4bit,
     )
-
-
-def _warnings_about(name: str, items: Sequence[Item]) -> list[str]:
-    """Say on how many items arg-max is not the whole story."""
-    found = []
-    tied = sum(item.tied for item in items)
-    if tied:
-        found.append(
-            f"{name}: on {tied} of {len(items)} items tokens share the highest value exactly; "
-            "the first of them counts"
-        )
-    written = [item for item in items if item.generated_correct is not None and not item.tied]
-    differ = sum(item.generated_correct != item.correct for item in written)
-    if differ:
-        found.append(
-            f"{name}: generation and teacher forcing disagree on {differ} of {len(items)} items"
-        )
-    return found

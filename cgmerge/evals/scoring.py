@@ -19,6 +19,7 @@ from cgmerge.errors import Damaged, UsageError
 from cgmerge.modules.encoding import Encoded
 from cgmerge.modules.teacher import (
     LOGIT_BUDGET,
+    Extent,
     batches_of,
     make_batch,
     position_limit,
@@ -47,12 +48,19 @@ class TokenScore:
         predicted: The arg-max at each target position.
         tied: At some position several tokens share the highest logit exactly, so that arg-max
             and generation may differ.
+        right: Target tokens that are the arg-max.
     """
 
     correct: bool
     loglik: float
     predicted: tuple[int, ...]
     tied: bool
+    right: int
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of target tokens."""
+        return len(self.predicted)
 
 
 def score(
@@ -99,6 +107,7 @@ def generate(
     *,
     ends: Sequence[int],
     batch_size: int,
+    longest: int | None = None,
     advance: Advance | None = None,
     prepare: Prepare | None = None,
 ) -> list[tuple[int, ...]]:
@@ -112,26 +121,31 @@ def generate(
         rows: Prompts; the target's length sets how many tokens are written.
         ends: Token ids that stop a row.
         batch_size: Most rows at once.
+        longest: Most tokens of a row; None for `MARGIN` more than its target has.
         advance: Progress.
         prepare: Called before each batch.
 
     Returns:
-        Per row the new tokens up to and including the first end token, at most `MARGIN` more
-        than its target has.
+        Per row the new tokens up to and including the first end token, fewer than asked for where
+        the model has no more positions.
 
     Raises:
-        UsageError: A batch size below 1, or a row without prompt or target.
+        UsageError: A batch size or length below 1, or a row without prompt or target.
     """
     _check(rows, batch_size)
+    if longest is not None and longest < 1:
+        raise UsageError(f"an answer of {longest} tokens is not possible", code="max_new_tokens")
+
+    def width(extent: Extent) -> int:
+        return extent.width + MARGIN if longest is None else extent.longest_prompt + longest
+
     limit = position_limit(model)
     found: dict[int, tuple[int, ...]] = {}
     with _evaluating(model), _plain_generation(model):
-        for batch in batches_of(
-            rows, batch_size, lambda b: limit is None or b.width + MARGIN <= limit
-        ):
+        for batch in batches_of(rows, batch_size, lambda b: limit is None or width(b) <= limit):
             if prepare is not None:
                 prepare(batch)
-            written = _generate_batch(model, [rows[i] for i in batch], ends, limit)
+            written = _generate_batch(model, [rows[i] for i in batch], ends, (longest, limit))
             found.update(zip(batch, written, strict=True))
             if advance is not None:
                 advance(len(batch))
@@ -166,14 +180,21 @@ def _item(row: Encoded, predicted: list[int], logliks: list[float], tied: list[b
         loglik=sum(logliks) / len(logliks),
         predicted=tuple(predicted),
         tied=any(tied),
+        right=sum(a == b for a, b in zip(predicted, row.target_ids, strict=True)),
     )
 
 
 def _generate_batch(
-    model: "PreTrainedModel", rows: Sequence[Encoded], ends: Sequence[int], limit: int | None
+    model: "PreTrainedModel",
+    rows: Sequence[Encoded],
+    ends: Sequence[int],
+    most: tuple[int | None, int | None],
 ) -> list[tuple[int, ...]]:
+    """Continue rows by at most so many tokens, in so many positions."""
+    longest, limit = most
+    lengths = [longest or len(row.target_ids) + MARGIN for row in rows]
     width = max(len(row.prompt_ids) for row in rows)
-    length = max(len(row.target_ids) for row in rows) + MARGIN
+    length = max(lengths)
     if limit is not None:
         length = min(length, limit - width)
     pads = [width - len(row.prompt_ids) for row in rows]
@@ -192,8 +213,8 @@ def _generate_batch(
     )
     # The longest target of the batch must not decide how far the others are shown.
     return [
-        _until_end(tokens[: len(row.target_ids) + MARGIN], ends)
-        for tokens, row in zip(written[:, width:].tolist(), rows, strict=True)
+        _until_end(tokens[:own], ends)
+        for tokens, own in zip(written[:, width:].tolist(), lengths, strict=True)
     ]
 
 

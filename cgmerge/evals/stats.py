@@ -7,7 +7,7 @@ keeps every skill's number of items. All functions are pure; the random one take
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -205,6 +205,75 @@ def bootstrap_mean(
     tail = (1 - confidence) / 2
     low, high = np.quantile(total / len(groups), [tail, 1 - tail])
     return Interval(float(low), float(high))
+
+
+def bootstrap_sums(
+    groups: Sequence[NDArray[np.float64]],
+    statistic: Callable[[list[NDArray[np.float64]]], NDArray[np.float64]],
+    *,
+    seed: int,
+    draws: int = DRAWS,
+    confidence: float = CONFIDENCE,
+) -> Interval | None:
+    """Return a percentile interval of anything that follows from sums over the items of skills.
+
+    Args:
+        groups: One array per skill, [columns, items]: what is added up. Several columns of one
+            item are drawn together, which is what makes a comparison paired.
+        statistic: From the sums of each skill, [columns, draws], to the statistic, [draws]. Draws
+            for which it is not finite (a ratio over zero) are left out.
+        seed: Same seed, same interval; every group has its own stream.
+        draws: Resamples.
+        confidence: Between 0 and 1.
+
+    Returns:
+        The interval; None where the statistic is finite for less than half of the draws.
+
+    Raises:
+        UsageError: No groups, or an empty one.
+    """
+    if not groups or any(group.shape[1] == 0 for group in groups):
+        raise UsageError("a bootstrap needs at least one item in every skill", code="count")
+    streams = np.random.SeedSequence(seed).spawn(len(groups))
+    sums = [
+        _resampled_sums(group, np.random.default_rng(stream), draws)
+        for group, stream in zip(groups, streams, strict=True)
+    ]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = statistic(sums)
+    values = values[np.isfinite(values)]
+    if 2 * len(values) < draws:
+        return None
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(values, [tail, 1 - tail])
+    return Interval(float(low), float(high))
+
+
+def mean_of(rows: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """Return the mean of several arrays of one shape, entry by entry."""
+    mean: NDArray[np.float64] = np.vstack(rows).mean(axis=0)
+    return mean
+
+
+def _resampled_sums(
+    columns: NDArray[np.float64], rng: np.random.Generator, draws: int
+) -> NDArray[np.float64]:
+    """Return sums of resamples, [columns, draws]; few distinct items are drawn by their number."""
+    n = columns.shape[1]
+    distinct, counts = np.unique(columns, axis=1, return_counts=True)
+    few = len(counts) <= max(_FEW, n // _FEW)
+    sums = np.empty((len(columns), draws))
+    block = max(1, _BLOCK_ENTRIES // (len(counts) if few else n))
+    for first in range(0, draws, block):
+        size = min(block, draws - first)
+        if few:
+            drawn = rng.multinomial(n, counts / n, size=size)
+            sums[:, first : first + size] = distinct @ drawn.T
+        else:
+            chosen = rng.integers(n, size=(size, n))
+            for place, column in enumerate(columns):
+                sums[place, first : first + size] = column[chosen].sum(axis=1)
+    return sums
 
 
 def _resampled_means(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cgmerge.errors import DataError, UsageError
+from cgmerge.evals.columns import Question, numbers_at, with_parts
 from cgmerge.evals.record import SkillInfo
 from cgmerge.modules.data import Encoded, Example, encode_all, read_data
 from cgmerge.refs import expanded
@@ -41,15 +42,6 @@ class SkillSet:
     sha256: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """One item before any model saw it."""
-
-    id: str
-    skill: str
-    example: Example
-
-
 @dataclass(frozen=True)
 class Rows:
     """Questions as one tokenizer sees them.
@@ -58,11 +50,13 @@ class Rows:
         encoded: Tokens of each question, in order.
         expected: Text of each target, end token included.
         bare: Questions without a prompt, whose first target token is given instead of asked.
+        others: Tokens of the other choices, in the order of `other_choices`.
     """
 
     encoded: tuple[Encoded, ...]
     expected: tuple[str, ...]
     bare: int
+    others: tuple[Encoded, ...] = ()
 
 
 def read_skills(specs: Sequence[str], *, limit: int | None = None) -> list[SkillSet]:
@@ -140,13 +134,18 @@ def check_names(names: Iterable[str], *, what: str, form: str) -> None:
         )
 
 
-def questions(skills: Sequence[SkillSet]) -> list[Question]:
+def questions(skills: Sequence[SkillSet], by: Sequence[str] = ()) -> list[Question]:
     """Give every example its id: 16 digits of SHA-256 over skill, prompt and target.
 
     A repeated example gets an id of its own that counts the repetition, so that ids are unique.
 
+    Args:
+        skills: At least one.
+        by: Columns that scores shall be read over; `tokens` is no column but the answer's length.
+
     Raises:
-        DataError: No skills, or a skill without examples.
+        DataError: No skills, a skill without examples, `part_ids` that name no row, or a row
+            without a number in a column of `by`.
     """
     if not skills:
         raise DataError("there are no skills to evaluate", code="empty")
@@ -161,8 +160,9 @@ def questions(skills: Sequence[SkillSet]) -> list[Question]:
             again = f"\0{seen[key]}" if seen[key] else ""
             seen[key] += 1
             digest = hashlib.sha256((key + again).encode("utf-8", errors="surrogatepass"))
-            found.append(Question(digest.hexdigest()[:16], skill.name, example))
-    return found
+            question = Question(digest.hexdigest()[:16], skill.name, example)
+            found.append(replace(question, at=numbers_at(question, by)))
+    return with_parts(found)
 
 
 def encode_questions(
@@ -237,6 +237,9 @@ def warnings_about(infos: Sequence[SkillInfo], rows: Rows) -> list[str]:
     ]
     if rows.bare:
         found.append(f"{rows.bare} items have no prompt; their first token is given, not asked")
+    cut = sum(row.cut > 0 for row in rows.others)
+    if cut:
+        found.append(f"prompts were cut on the left for {cut} choices to fit the model")
     return found
 
 

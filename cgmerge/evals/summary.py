@@ -7,15 +7,21 @@ can use it on a loaded record to check that every number follows from the items.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cgmerge.errors import NotFound, UsageError
+from cgmerge.evals.metrics import METRICS, MetricInfo
 from cgmerge.evals.record import Comparison, Evaluation, Item, Mean, Metric, Result
 from cgmerge.evals.stats import (
     Interval,
     bootstrap_mean,
+    bootstrap_sums,
     discordant,
     holm,
     macro_wilson,
     mcnemar,
+    mean_of,
     wilson,
 )
 
@@ -62,7 +68,8 @@ def summarise(
         _result(group, metric, seed) for skills in groups.values() for group in skills.values()
     ]
     means = [_mean(skills, metric, seed) for skills in groups.values()]
-    return Summary(tuple(results), tuple(means), tuple(_comparisons(groups, compare_to, seed)))
+    comparisons = _comparisons(groups, compare_to, metric, seed)
+    return Summary(tuple(results), tuple(means), tuple(comparisons))
 
 
 def by_target(items: Sequence[Item]) -> dict[str, Skills]:
@@ -74,22 +81,18 @@ def by_target(items: Sequence[Item]) -> dict[str, Skills]:
 
 
 def _result(items: list[Item], metric: Metric, seed: int) -> Result:
-    correct, n = sum(item.correct for item in items), len(items)
-    loglik = sum(item.loglik for item in items) / n
-    if metric == "exact_match":
-        score, interval = correct / n, wilson(correct, n)
-    else:
-        score, interval = loglik, bootstrap_mean([[item.loglik for item in items]], seed=seed)
+    info, n = METRICS[metric], len(items)
+    interval = interval_of([items], info, seed)
     result = Result(
         target=items[0].target,
         skill=items[0].skill,
         metric=metric,
-        score=score,
+        score=info.score(items),
         n=n,
         low=interval.low,
         high=interval.high,
-        correct=correct,
-        loglik=loglik,
+        correct=sum(item.correct for item in items),
+        loglik=sum(item.loglik for item in items) / n,
     )
     if any(item.generated_correct is None for item in items):
         return result
@@ -102,18 +105,12 @@ def _result(items: list[Item], metric: Metric, seed: int) -> Result:
 
 def _mean(skills: dict[str, list[Item]], metric: Metric, seed: int) -> Mean:
     groups = list(skills.values())
-    if metric == "exact_match":
-        counts = [(sum(item.correct for item in group), len(group)) for group in groups]
-        score = sum(correct / n for correct, n in counts) / len(counts)
-        interval = macro_wilson(counts)
-    else:
-        values = [[item.loglik for item in group] for group in groups]
-        score = sum(sum(group) / len(group) for group in values) / len(values)
-        interval = bootstrap_mean(values, seed=seed)
+    info = METRICS[metric]
+    interval = interval_of(groups, info, seed)
     return Mean(
         target=groups[0][0].target,
         metric=metric,
-        score=score,
+        score=sum(info.score(group) for group in groups) / len(groups),
         low=interval.low,
         high=interval.high,
         n=sum(map(len, groups)),
@@ -121,7 +118,35 @@ def _mean(skills: dict[str, list[Item]], metric: Metric, seed: int) -> Mean:
     )
 
 
-def _comparisons(groups: _Groups, against: str | None, seed: int) -> list[Comparison]:
+def interval_of(groups: Sequence[Sequence[Item]], info: MetricInfo, seed: int) -> Interval:
+    """Return the 95 % interval of the mean of the scores of skills.
+
+    Args:
+        groups: Items of each skill, none empty.
+        info: The metric.
+        seed: Of the bootstrap.
+    """
+    if info.binary:
+        counts = [(round(sum(map(info.value, group))), len(group)) for group in groups]
+        return wilson(*counts[0]) if len(counts) == 1 else macro_wilson(counts)
+    if not info.weighted:
+        return bootstrap_mean([[info.value(item) for item in group] for group in groups], seed=seed)
+
+    def mean(sums: list[NDArray[np.float64]]) -> NDArray[np.float64]:
+        return mean_of([info.scores(one[0] / one[1]) for one in sums])
+
+    return _known(bootstrap_sums([info.columns(group) for group in groups], mean, seed=seed))
+
+
+def _known(interval: Interval | None) -> Interval:
+    """Return an interval of sums that are divided by numbers of tokens, which are above zero."""
+    assert interval is not None
+    return interval
+
+
+def _comparisons(
+    groups: _Groups, against: str | None, metric: Metric, seed: int
+) -> list[Comparison]:
     """Compare over all skills first, then skill by skill; each family has its own correction."""
     if against is None:
         return []
@@ -132,9 +157,11 @@ def _comparisons(groups: _Groups, against: str | None, seed: int) -> list[Compar
             hint=f"targets are {', '.join(groups)}",
         )
     others = [name for name in groups if name != against]
-    overall = [compare_skills(groups[name], groups[against], seed=seed) for name in others]
+    overall = [
+        compare_skills(groups[name], groups[against], metric=metric, seed=seed) for name in others
+    ]
     each = [
-        compare_skills(groups[name], groups[against], skill=skill, seed=seed)
+        compare_skills(groups[name], groups[against], skill=skill, metric=metric, seed=seed)
         for name in others
         for skill in groups[name]
     ]
@@ -151,8 +178,8 @@ def compare_skills(
 ) -> Comparison:
     """Compare two targets item by item.
 
-    With exact match an item is won by the one that alone has it right, with log-likelihood by the
-    one that gives the answer more; McNemar's exact test of the wins is then the sign test.
+    Where items are right or wrong, one is won by the target that alone has it right, else by the
+    one whose value is higher; McNemar's exact test of the wins is then the sign test.
 
     Args:
         ours: Items of the target that is judged, by skill.
@@ -175,13 +202,17 @@ def compare_skills(
         raise UsageError(
             f"{_name(ours)} and {_name(theirs)} were not scored on the same items", code="paired"
         )
-    differences = [
-        [_value(a, metric) - _value(b, metric) for a, b in zip(group, against, strict=True)]
-        for group, against in pairs
+    info = METRICS[metric]
+    values = [
+        [(info.value(a), info.value(b)) for a, b in zip(*pair, strict=True)] for pair in pairs
     ]
-    flat = [difference for group in differences for difference in group]
-    wins, losses = discordant([one > 0 for one in flat], [one < 0 for one in flat])
-    interval: Interval = bootstrap_mean(differences, seed=seed)
+    flat = [value for group in values for value in group]
+    wins, losses = discordant([a > b for a, b in flat], [a < b for a, b in flat])
+    gains = [info.gain(info.score(group), info.score(against)) for group, against in pairs]
+    if info.weighted:
+        interval = _paired_interval(pairs, info, seed)
+    else:
+        interval = bootstrap_mean([[a - b for a, b in group] for group in values], seed=seed)
     p = mcnemar(wins, losses)
     return Comparison(
         target=mine[0].target,
@@ -190,7 +221,7 @@ def compare_skills(
         n=len(mine),
         wins=wins,
         losses=losses,
-        difference=sum(sum(group) / len(group) for group in differences) / len(differences),
+        difference=sum(gains) / len(gains),
         low=interval.low,
         high=interval.high,
         p=p,
@@ -198,8 +229,18 @@ def compare_skills(
     )
 
 
-def _value(item: Item, metric: Metric) -> float:
-    return float(item.correct) if metric == "exact_match" else item.loglik
+def _paired_interval(
+    pairs: Sequence[tuple[Sequence[Item], Sequence[Item]]], info: MetricInfo, seed: int
+) -> Interval:
+    """Return the interval of a mean gain in scores per token; items are drawn for both at once."""
+    sign = info.rank(1.0)
+
+    def gain(sums: list[NDArray[np.float64]]) -> NDArray[np.float64]:
+        ones = [info.scores(one[0] / one[1]) - info.scores(one[2] / one[3]) for one in sums]
+        return sign * mean_of(ones)
+
+    columns = [np.vstack([info.columns(a), info.columns(b)]) for a, b in pairs]
+    return _known(bootstrap_sums(columns, gain, seed=seed))
 
 
 def _name(skills: Skills) -> str:
@@ -234,8 +275,13 @@ def group_scores(
 
 
 def pooled(results: Sequence[Result]) -> GroupScore:
-    """Pool the exact matches of one target on several skills, at least one."""
-    correct = sum(result.correct for result in results)
+    """Pool the right items of one target on several skills, at least one.
+
+    Right is what the metric says where it calls items right or wrong, else an exact answer.
+    """
+    correct = sum(
+        round(one.score * one.n) if METRICS[one.metric].binary else one.correct for one in results
+    )
     n = sum(result.n for result in results)
     interval = wilson(correct, n)
     return GroupScore(correct / n, correct, n, interval.low, interval.high)

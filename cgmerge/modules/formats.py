@@ -7,12 +7,14 @@
 | messages          | messages: list of {role, content}       | one example per assistant message |
 | sharegpt          | conversations: list of {from, value}    | as messages                       |
 | alpaca            | instruction, output, input?, system?    | as messages                       |
+| multiple choice   | prompt, choices: list, answer           | one example, the right choice     |
 | text              | text                                    | one example, all of it is learned |
 
-All other columns are kept in `Example.extra`. An assistant message with `"weight": 0` is context
-and not learned. Nothing is repaired, skipped or guessed: a row that does not fit, or that holds
-what would be lost (tool calls, reasoning), is a `DataError` that names the row, what was found and
-what was expected.
+The `answer` of a multiple choice is one of the choices or its place, from 0; `choices` stays among
+the other columns. All other columns are kept in `Example.extra`. An assistant message with
+`"weight": 0` is context and not learned. Nothing is repaired, skipped or guessed: a row that does
+not fit, or that holds what would be lost (tool calls, reasoning), is a `DataError` that names the
+row, what was found and what was expected.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +24,9 @@ from typing import Any, Literal
 
 from cgmerge.errors import DataError
 
-FormatName = Literal["prompt/completion", "messages", "sharegpt", "alpaca", "text"]
+FormatName = Literal[
+    "prompt/completion", "multiple choice", "messages", "sharegpt", "alpaca", "text"
+]
 
 # In this order: alpaca files often carry a rendered `text` column beside their own three, and
 # chat files a `prompt` beside `messages`.
@@ -31,12 +35,15 @@ FORMATS: dict[FormatName, tuple[str, ...]] = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),
     "alpaca": ("instruction", "output"),
+    "multiple choice": ("prompt", "choices", "answer"),
     "text": ("text",),
 }
 _OPTIONAL: dict[FormatName, tuple[str, ...]] = {
     "sharegpt": ("system",),
     "alpaca": ("input", "system", "history"),
 }
+_KEPT = {"choices"}
+"""Columns of a format that stay in `Example.extra`: metrics of choices read them."""
 _ROLES = {
     "system": "system",
     "user": "user",
@@ -111,7 +118,9 @@ def detect_format(columns: Sequence[str], *, source: str, row: int) -> FormatNam
     found = ", ".join(columns) or "(none)"
     for name, needed in FORMATS.items():
         missing = [column for column in needed if column not in columns]
-        if len(missing) < len(needed):
+        # `answer` alone is in files of many kinds.
+        begun = "choices" in columns if "choices" in needed else len(missing) < len(needed)
+        if begun:
             raise missing_columns(missing, columns, name, source=source, row=row)
     known = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in FORMATS.items())
     raise DataError(
@@ -165,7 +174,7 @@ def examples_of(
         DataError: A value is missing, empty or of the wrong type.
     """
     row = _Row(source, number, values)
-    used = {*FORMATS[format_name], *_OPTIONAL.get(format_name, ())}
+    used = {*FORMATS[format_name], *_OPTIONAL.get(format_name, ())} - _KEPT
     extra = MappingProxyType({key: item for key, item in values.items() if key not in used})
     pairs = _READERS[format_name](row)
     return [Example(prompt, completion, number, extra) for prompt, completion in pairs]
@@ -189,6 +198,42 @@ def _prompt_completion(row: _Row) -> list[_Pair]:
             code="type",
         )
     return [(row.text("prompt"), row.text("completion"))]
+
+
+def _multiple_choice(row: _Row) -> list[_Pair]:
+    answer, choices = row.values["answer"], read_choices(row.values["choices"], row.wrong)
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
+        answer = choices[answer]
+    elif answer not in choices:
+        raise row.wrong(
+            f"'answer' must be one of the {len(choices)} choices, or its place from 0 to"
+            f" {len(choices) - 1}, found {answer!r}",
+            code="answer",
+        )
+    if isinstance(row.values["prompt"], list):
+        turns = _messages(row, "prompt", row.values["prompt"], ("role", "content"))
+        return [(tuple(message for message, _ in turns), answer)]
+    return [(row.text("prompt"), answer)]
+
+
+def read_choices(value: Any, wrong: Callable[..., DataError]) -> tuple[str, ...]:
+    """Check the `choices` of a row: at least two different texts.
+
+    Args:
+        value: What the column holds.
+        wrong: Makes the error, from what is wrong and a `code`.
+
+    Raises:
+        DataError: Something else.
+    """
+    if not isinstance(value, list) or len(value) < 2:
+        raise wrong(f"'choices' must be a list of at least two, found {_kind(value)}", code="type")
+    for one in value:
+        if not isinstance(one, str) or not one.strip():
+            raise wrong(f"'choices' must hold texts, found {one!r}", code="type")
+    if len(set(value)) < len(value):
+        raise wrong("'choices' holds the same text twice", code="choices")
+    return tuple(value)
 
 
 def _chat(row: _Row) -> list[_Pair]:
@@ -234,6 +279,7 @@ def _text(row: _Row) -> list[_Pair]:
 
 _READERS: dict[FormatName, Callable[[_Row], list[_Pair]]] = {
     "prompt/completion": _prompt_completion,
+    "multiple choice": _multiple_choice,
     "messages": _chat,
     "sharegpt": _sharegpt,
     "alpaca": _alpaca,

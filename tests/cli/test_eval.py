@@ -148,6 +148,43 @@ def test_min_answers_with_the_exit_code(run):
     assert run(*BOTH, "--min", "1")[0] == 1
 
 
+def test_picked_experts_are_columns(run, shelf, tmp_path):
+    held = tiny.write_jsonl(tmp_path / "held.jsonl", tiny.make_rows("copy", 12, seed=4))
+    words = ("a=experts/soft", "b=experts/hard", *BOTH, "--oracle", "--validation", str(held))
+    code, stdout, stderr = run(*words, "-o", str(tmp_path / "r.json"), "--min", "0", "--json")
+    assert code == 0, stderr
+    found = json.loads(stdout)
+    kinds = [(t["name"], t["kind"]) for t in found["targets"]]
+    assert kinds[3:] == [("best-single", "baseline"), ("oracle", "baseline")]
+    scores = {(r["target"], r["skill"]): r["score"] for r in found["results"]}
+    for skill in ("copy", "reverse"):
+        assert scores["oracle", skill] == max(scores["a", skill], scores["b", skill])
+    note = found["targets"][3]["note"]
+    assert "best mean on held.jsonl (sha256 " in note
+    for skill in ("copy", "reverse"):
+        assert scores["best-single", skill] == scores[note[0], skill]
+    alone = json.loads(run("a=experts/soft", "b=experts/hard", "--base", "mine", "--data",
+                           str(held), "--no-base", "--json")[1])  # fmt: skip
+    best = max(alone["means"], key=lambda one: one["score"])
+    assert note.startswith(best["target"])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("experts/soft", "--oracle"), "at least two are needed, found 1"),
+        (("a=experts/soft", "experts/hard", "--validation", "copy.jsonl"), "--oracle"),
+        (("oracle=experts/soft", "experts/hard", "--oracle"), "two targets are called 'oracle'"),
+        (("experts/soft", "experts/hard", "--validation", "none.jsonl"), "no such data file"),
+    ],
+)
+def test_picks_that_cannot_be(run, words, says):
+    for more in ((), ("--dry-run",)):
+        code, stdout, stderr = run(*words, *BOTH, *more)
+        assert (code, stdout) == (2, "")
+        assert says in stderr
+
+
 def test_compare_to_another_target(run):
     words = ("a=experts/soft", "b=experts/hard", *BOTH, "--compare-to", "b", "--json")
     found = json.loads(run(*words)[1])

@@ -225,8 +225,9 @@ def test_markdown_takes_no_name_for_markup():
     assert "http\\://evil" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
     cells = {len(re.findall(r"(?<!\\)\|", row)) for row in rows}
-    # Two groups, five merges, six targets beside the base, seven targets with n; one more bar each.
-    assert cells == {4, 7, 8, 10}
+    # Two groups, three effects, five merges, six targets beside the base, seven targets with n; one
+    # more bar each.
+    assert cells == {4, 5, 7, 8, 10}
 
 
 @settings(max_examples=40, deadline=None)
@@ -270,7 +271,7 @@ def test_tables_can_be_read_aloud(demo):
     svgs = re.findall(r"<svg[^>]*>", text)
     assert svgs
     assert all('role="img" aria-label="' in svg for svg in svgs)
-    assert 'class="out">significantly lower, ' in text
+    assert 'class="out">significantly worse, ' in text
     assert "best of its row" in text
 
 
@@ -288,7 +289,7 @@ def test_markdown_has_the_numbers_of_the_page(demo):
     assert "| old | 10 | 1.00 \\[0.72, 1.00\\] |" in text
     assert re.search(r"1\.00\s+0\.72 to 1\.00", page)
     assert "−0.80 ▼ \\[−1.00, −0.50\\], p = 0.039" in text
-    assert re.search(r"−0\.80\s+▼\s+significantly lower,\s+−1\.00 to −0\.50\s+p = 0\.039", page)
+    assert re.search(r"−0\.80\s+▼\s+significantly worse,\s+−1\.00 to −0\.50\s+p = 0\.039", page)
 
 
 def test_two_hundred_cells_with_long_names_are_small():

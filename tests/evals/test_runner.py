@@ -148,16 +148,17 @@ def test_every_number_follows_from_the_items(shelf, loaded, skills):
             assert mean.score == pytest.approx(sum(mine) / 2)
         assert {c.against for c in record.comparisons} == {"one"}
         overall = record.comparisons[0]
+        field = {"exact_match": "correct", "loglik": "loglik"}[metric]
         pairs = list(
             zip(
-                [i.correct for i in found.items if i.target == "base"],
-                [i.correct for i in found.items if i.target == "one"],
+                [getattr(i, field) for i in found.items if i.target == "base"],
+                [getattr(i, field) for i in found.items if i.target == "one"],
                 strict=True,
             )
         )
         assert (overall.target, overall.n) == ("base", 48)
-        assert overall.wins == sum(a and not b for a, b in pairs)
-        assert overall.losses == sum(b and not a for a, b in pairs)
+        assert overall.wins == sum(a > b for a, b in pairs)
+        assert overall.losses == sum(b > a for a, b in pairs)
 
 
 def test_generation_is_recorded_and_agrees(shelf, loaded, skills):

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -151,3 +152,40 @@ def test_other_encodings_say_what_to_do(tmp_path, content, hint):
     with pytest.raises(Damaged) as error:
         read_data(tmp_path / "d.jsonl")
     assert hint in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"answer": 2}, "place from 0 to 1, found 2"),
+        ({"answer": -1}, "found -1"),
+        ({"answer": True}, "found True"),
+        ({"answer": "z"}, "found 'z'"),
+        ({"answer": 0, "choices": ["x"]}, "at least two"),
+        ({"answer": 0, "choices": ["x", "x"]}, "twice"),
+        ({"answer": 0, "choices": ["x", " "]}, "must hold texts"),
+        ({"answer": 0, "prompt": ""}, "'prompt' is empty"),
+    ],
+)
+def test_multiple_choice_of_another_kind(tmp_path, row, says):
+    rows = [
+        {"prompt": "p", "choices": ["x", "y"], "answer": 0},
+        {"prompt": "p", "choices": ["x", "y"], **row},
+    ]
+    with pytest.raises(DataError, match=re.escape(says)) as error:
+        read_data(write(tmp_path / "d.jsonl", rows))
+    assert "row 2" in error.value.message
+
+
+def test_multiple_choice_of_messages(tmp_path):
+    turns = [{"role": "user", "content": "which?"}]
+    row = {"prompt": turns, "choices": ["x", "y"], "answer": "y"}
+    (one,) = read_data(write(tmp_path / "d.jsonl", [row])).examples
+    assert (one.prompt, one.completion) == ((Message("user", "which?"),), "y")
+
+
+@pytest.mark.parametrize("row", [{"question": "q", "answer": "a"}, {"answer": 1}])
+def test_an_answer_alone_is_no_multiple_choice(tmp_path, row):
+    write(tmp_path / "d.jsonl", [row])
+    with pytest.raises(DataError, match="no known format"):
+        read_data(tmp_path / "d.jsonl")

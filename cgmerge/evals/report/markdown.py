@@ -13,6 +13,7 @@ from cgmerge.evals.report.sections import (
     column_labels,
     significant,
 )
+from cgmerge.evals.report.statements import Plain
 from cgmerge.evals.report.tables import signed
 
 _MARKS = {1: " ▲", 0: "", -1: " ▼"}
@@ -40,14 +41,20 @@ def render_markdown(report: Report) -> str:
         parts.append(_scores(section))
         if section.groups:
             parts.append(_groups(section))
-        test = "McNemar" if section.metric == "exact_match" else "sign"
-        how = f"difference \\[95 % interval\\], exact {test} p, Holm-corrected; ▲ ▼ p &lt; 0.05"
+        better = " (+ is lower)" if section.info.lower_is_better else ""
+        how = (
+            f"difference{better} \\[95 % interval\\], exact {section.info.test} p,"
+            " Holm-corrected; ▲ ▼ p &lt; 0.05"
+        )
         if section.base:
             parts.append(f"Against the base: {how}.")
             parts.append(_differences(section, section.base))
         if section.expert:
             parts.append(f"Against the best single expert of each skill: {how}.")
             parts.append(_differences(section, section.expert))
+        for one in report.tables(section):
+            parts.append(f"{plain(one.title)}. {plain(one.note)}")
+            parts.append(_table([plain(head) for head in one.heads], _plain_rows(one)))
         sources = [(one.name, one.sha256) for one in section.sources]
         parts += [f"Record {plain(label(name))}, sha256 {digest}." for name, digest in sources]
     return "\n\n".join(parts) + "\n"
@@ -69,6 +76,13 @@ def _scores(section: Section) -> str:
         rows.append(["mean", str(means[0].n), *map(_score, means)])
     heads = [plain(names[column.name]) for column in section.columns]
     return _table(["skill", "n", *heads], rows)
+
+
+def _plain_rows(one: Plain) -> list[list[str]]:
+    return [
+        [plain(f"{value} ({small})" if small else value) for value, small in row]
+        for row in one.rows
+    ]
 
 
 def _score(one: Result | Mean) -> str:

@@ -9,6 +9,7 @@ import base64
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from html import escape
 from importlib.resources import files as resources
 
@@ -18,6 +19,7 @@ from cgmerge.evals.report.files import Files, files_of, tuned_on_reported
 from cgmerge.evals.report.labels import label
 from cgmerge.evals.report.provenance import provenance
 from cgmerge.evals.report.sections import Section, column_labels
+from cgmerge.evals.report.statements import Plain, plain_tables, statements_of
 from cgmerge.evals.report.tables import (
     differences_table,
     groups_table,
@@ -26,6 +28,7 @@ from cgmerge.evals.report.tables import (
     table,
 )
 from cgmerge.evals.report.words import say
+from cgmerge.evals.statements import Statement
 
 _MOST_CHARTS = 6
 _MOST_WARNINGS = 20
@@ -50,6 +53,18 @@ class Report:
     def text(self, section: Section) -> list[str]:
         """Return what a section says, in sentences; the second one says what is best."""
         return say(section)
+
+    def tables(self, section: Section) -> list[Plain]:
+        """Return what follows from the items beyond scores and differences."""
+        return plain_tables(section, self.statements(section))
+
+    def statements(self, section: Section) -> list[Statement]:
+        """Return the analyses of the columns of a section."""
+        return self._analyses[id(section)]
+
+    @cached_property
+    def _analyses(self) -> dict[int, list[Statement]]:
+        return {id(one): statements_of(one) for one in self.sections}
 
     def warnings(self, section: Section) -> list[str]:
         """Return what is doubtful about the numbers of a section."""
@@ -109,6 +124,7 @@ def _section(report: Report, section: Section, number: int | None) -> str:
         f"<h2>Scores</h2>{scores_table(section)}",
         _groups(section),
         _differences(section),
+        _statements(report, section),
         _tuning(report, section),
         _cost(report, section),
         provenance(section, report.files),
@@ -145,9 +161,11 @@ def _groups(section: Section) -> str:
 
 
 def _differences(section: Section) -> str:
-    exact = section.metric == "exact_match"
-    test = f"exact {'McNemar' if exact else 'sign'} test, Holm-corrected over the table"
-    marks = f"Paired on the same items, 95 % bootstrap interval, p of the {test}; ▲ ▼ p < 0.05."
+    test = f"exact {section.info.test} test, Holm-corrected over the table"
+    better = "; + is better (lower)" if section.info.lower_is_better else ""
+    marks = (
+        f"Paired on the same items{better}, 95 % bootstrap interval, p of the {test}; ▲ ▼ p < 0.05."
+    )
     tables = []
     if section.base:
         title = "Gained and lost against the base"
@@ -160,6 +178,28 @@ def _differences(section: Section) -> str:
         )
         tables.append((title, differences_table(section, section.expert, note=note, title=title)))
     return "".join(f"<h2>{title}</h2>{text}" for title, text in tables)
+
+
+def _statements(report: Report, section: Section) -> str:
+    parts = []
+    for one in report.tables(section):
+        rows = [
+            "<tr>" + "".join(_cell(place, cell) for place, cell in enumerate(row)) + "</tr>"
+            for row in one.rows
+        ]
+        heads = [name(head) for head in one.heads]
+        text = table(one.note, heads, rows, kind="plain", title=one.title)
+        parts.append(f"<h2>{escape(one.title)}</h2>{text}")
+    return "".join(parts)
+
+
+def _cell(place: int, cell: tuple[str, str]) -> str:
+    value, small = cell
+    if place == 0:
+        more = f"<small>{escape(small)}</small>" if small else ""
+        return f'<th scope="row">{name(value)}{more}</th>'
+    more = f"<span>{escape(small)}</span>" if small else ""
+    return f"<td><b>{escape(value)}</b>{more}</td>"
 
 
 def _tuning(report: Report, section: Section) -> str:

@@ -54,6 +54,8 @@ def _models(section: Section, files: Mapping[str, Files]) -> str:
         )
         full = label(column.target.name, _LONGEST_NAME)
         more = f"<small>{escape(full)}</small>" if full != names[column.name] else ""
+        if column.target.note:
+            more += f"<small>{escape(label(column.target.note, _LONGEST_NAME))}</small>"
         rows.append(
             f'<tr><th scope="row">{name(names[column.name])}{more}</th>'
             f"<td>{column.target.kind}</td><td>{name(label(column.source.name))}</td>"

@@ -1,13 +1,14 @@
 """What a report says: records joined where their items agree, and every comparison in them."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cgmerge.errors import UsageError
 from cgmerge.evals.checked import load_checked
 from cgmerge.evals.comparing import evaluations_agree, in_order
+from cgmerge.evals.metrics import METRICS, MetricInfo
 from cgmerge.evals.record import Comparison, Evaluation, Mean, Metric, Record, Result, TargetInfo
 from cgmerge.evals.report.labels import labels
 from cgmerge.evals.summary import GroupScore, Skills, by_target, compare_skills, corrected, pooled
@@ -83,11 +84,11 @@ class Section:
         skills: Names, in the order of the first record.
         columns: Targets, in the order of the records.
         groups: Of skills; the first holds those that experts were trained on.
-        base: Comparison of each column with its base.
+        base: Comparison of each model with its base; baselines are no models.
         expert: Comparison of each merge with the best expert of the skill.
         experts: The best expert of each skill, and of the mean.
-        top: The column with the best mean.
-        others: All other columns compared with it.
+        top: The model with the best mean.
+        others: All other models compared with it.
     """
 
     metric: Metric
@@ -101,12 +102,22 @@ class Section:
     top: Column
     others: Mapping[str, Comparison]
 
+    @property
+    def info(self) -> MetricInfo:
+        """Return what is known about the metric."""
+        return METRICS[self.metric]
+
+    @property
+    def models(self) -> list[Column]:
+        """Return the columns that are models, not picked from them; all, if none is."""
+        return models_of(self.columns)
+
     def column(self, name: str) -> Column:
         """Return a column by its name."""
         return next(one for one in self.columns if one.name == name)
 
     def shares(self, group: Group) -> dict[str, GroupScore]:
-        """Return the share of exact answers of every column on a group of skills."""
+        """Return the share of right items of every column on a group of skills."""
         return {
             one.name: pooled([one.results[skill] for skill in group.skills]) for one in self.columns
         }
@@ -181,28 +192,32 @@ def _section(sources: Sequence[Source], groups: Mapping[str, Sequence[str]]) -> 
     skills = tuple(one.name for one in sources[0].record.skills)
     metric = sources[0].record.settings.metric
     seed = sources[0].record.settings.seed
-    top = max(columns, key=lambda one: one.mean.score)
-    others = [
-        compare_skills(one.items, top.items, metric=metric, seed=seed)
-        for one in columns
-        if one is not top
-    ]
-    names = [one.name for one in columns if one is not top]
-    best = _best_experts(columns, skills)
+    rank = METRICS[metric].rank
+    models = models_of(columns)
+    top = max(models, key=lambda one: rank(one.mean.score))
+    rest = [one for one in models if one is not top]
+    others = [compare_skills(one.items, top.items, metric=metric, seed=seed) for one in rest]
+    names = [one.name for one in rest]
+    best = _best_experts(columns, skills, rank)
     judge = _Judge({one.name: one for one in columns}, skills, metric, seed)
-    merges = [one.name for one in columns if one.target.kind not in ("base", "expert")]
+    merges = [one.name for one in models if one.target.kind not in ("base", "expert")]
     return Section(
         metric=metric,
         sources=tuple(sources),
         skills=skills,
         columns=tuple(columns),
         groups=_groups(columns, skills, groups),
-        base=judge.family({one.name: one.base for one in columns if one.base is not None}),
+        base=judge.family({one.name: one.base for one in models if one.base is not None}),
         expert=judge.best(dict.fromkeys(merges, best) if best else {}),
         experts=best,
         top=top,
         others=dict(zip(names, corrected(others), strict=True)),
     )
+
+
+def models_of(columns: Sequence[Column]) -> list[Column]:
+    """Return the columns that are models, not picked from them; all, if none is."""
+    return [one for one in columns if one.target.kind != "baseline"] or list(columns)
 
 
 def _columns(source: Source, there: Sequence[Column]) -> list[Column]:
@@ -254,15 +269,17 @@ def _new_name(name: str, source: Source, there: Sequence[Column]) -> str:
     return wanted
 
 
-def _best_experts(columns: Sequence[Column], skills: Sequence[str]) -> dict[str | None, str]:
+def _best_experts(
+    columns: Sequence[Column], skills: Sequence[str], rank: Callable[[float], float]
+) -> dict[str | None, str]:
     """Name the best expert of each skill and of the mean; the first of equals."""
     experts = [one for one in columns if one.target.kind == "expert"]
     if not experts:
         return {}
     best: dict[str | None, str] = {
-        skill: max(experts, key=lambda one: one.results[skill].score).name for skill in skills
+        skill: max(experts, key=lambda one: rank(one.results[skill].score)).name for skill in skills
     }
-    best[None] = max(experts, key=lambda one: one.mean.score).name
+    best[None] = max(experts, key=lambda one: rank(one.mean.score)).name
     return best
 
 

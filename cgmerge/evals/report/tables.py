@@ -1,8 +1,11 @@
 """Tables of a report page: scores as a heat map, differences with their tests, groups."""
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 
+from cgmerge.evals.metrics import METRICS, MetricInfo
 from cgmerge.evals.record import Comparison, Mean, Result
 from cgmerge.evals.report.labels import labels, p_value
 from cgmerge.evals.report.sections import (
@@ -17,7 +20,7 @@ from cgmerge.shown import score_text
 
 _STEPS = 10
 _MARKS = {1: "▲", 0: "", -1: "▼"}
-_WORDS = {1: "significantly higher, ", 0: "", -1: "significantly lower, "}
+_WORDS = {1: "significantly better, ", 0: "", -1: "significantly worse, "}
 
 
 def name(text: str) -> str:
@@ -51,22 +54,23 @@ def scores_table(section: Section) -> str:
     """Lay out skills against targets: score and interval, coloured by the score."""
     names, skills = column_labels(section), labels(section.skills)
     cells = [one for column in section.columns for one in column.results.values()]
-    ends = (0.0, 1.0)
-    if section.metric == "loglik":
+    info = section.info
+    ends = (info.low, info.high)
+    if not all(map(math.isfinite, ends)):
         ends = min(one.score for one in cells), max(one.score for one in cells)
+    heat = _Heat(info, ends, [column in section.models for column in section.columns])
     heads = ["skill", *(_column_head(section, one.name, names) for one in section.columns)]
     rows = []
     for skill in section.skills:
         n = section.columns[0].results[skill].n
         row: list[Result | Mean] = [column.results[skill] for column in section.columns]
-        rows.append(_row(f"{name(skills[skill])}<small>n = {n:,}</small>", _heat(row, ends)))
+        rows.append(_row(f"{name(skills[skill])}<small>n = {n:,}</small>", heat.cells(row)))
     if len(section.skills) > 1:
         means: list[Result | Mean] = [column.mean for column in section.columns]
-        rows.append(_row("mean of the skills", _heat(means, ends), kind="mean"))
-    exact = section.metric == "exact_match"
-    what = "Share of exact answers" if exact else "Mean log-likelihood"
+        rows.append(_row("mean of the skills", heat.cells(means), kind="mean"))
     best = "; the best of a row is underlined" if len(section.columns) > 1 else ""
-    note = f"{what}, 95 % interval below{best}. Stronger colour means a higher score."
+    stronger = "lower" if info.lower_is_better else "higher"
+    note = f"{info.title}, 95 % interval below{best}. Stronger colour means a {stronger} score."
     return table(note, heads, rows, kind="heat", title="Scores by skill and model")
 
 
@@ -81,19 +85,35 @@ def _row(head: str, cells: Sequence[str], *, kind: str = "") -> str:
     return f'<tr{mark}><th scope="row">{head}</th>{"".join(cells)}</tr>'
 
 
-def _heat(scores: Sequence[Result | Mean], ends: tuple[float, float]) -> list[str]:
-    best = max(one.score for one in scores)
-    differ = any(one.score != best for one in scores)
-    cells = []
-    for one in scores:
-        step = _step(one.score, ends)
-        winner = differ and one.score == best
-        told = '<span class="out">best of its row</span>' if winner else ""
-        cells.append(
-            f'<td class="h{step}{" best" if winner else ""}"><b>{signed(one.score)}</b>'
-            f"<span>{signed(one.low)} to {signed(one.high)}</span>{told}</td>"
-        )
-    return cells
+@dataclass(frozen=True, slots=True)
+class _Heat:
+    """Colours scores: ten steps from one end to the other, the last is the best.
+
+    Attributes:
+        info: The metric.
+        ends: Of the scale.
+        compete: Which columns may be the best of their row.
+    """
+
+    info: MetricInfo
+    ends: tuple[float, float]
+    compete: Sequence[bool]
+
+    def cells(self, scores: Sequence[Result | Mean]) -> list[str]:
+        rivals = [one.score for one, may in zip(scores, self.compete, strict=True) if may]
+        best = max(rivals, key=self.info.rank)
+        differ = any(score != best for score in rivals)
+        cells = []
+        for one, may in zip(scores, self.compete, strict=True):
+            step = _step(one.score, self.ends)
+            step = _STEPS - 1 - step if self.info.lower_is_better else step
+            winner = may and differ and one.score == best
+            told = '<span class="out">best of its row</span>' if winner else ""
+            cells.append(
+                f'<td class="h{step}{" best" if winner else ""}"><b>{signed(one.score)}</b>'
+                f"<span>{signed(one.low)} to {signed(one.high)}</span>{told}</td>"
+            )
+        return cells
 
 
 def _step(score: float, ends: tuple[float, float]) -> int:
@@ -178,7 +198,9 @@ def groups_table(section: Section) -> str:
         f"{titles[group.name]}: {', '.join(skills[skill] for skill in group.skills)}"
         for group in section.groups
     )
+    info = section.info if section.info.binary else METRICS["exact_match"]
+    title = info.title[0].lower() + info.title[1:]
     return table(
-        f"Items of a group pooled, share of exact answers, 95 % interval below. {members}.",
+        f"Items of a group pooled, {title}, 95 % interval below. {members}.",
         heads, rows, kind="plain", title="Groups of skills",
     )  # fmt: skip

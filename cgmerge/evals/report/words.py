@@ -13,12 +13,12 @@ _MOST_NAMES = 6
 def say(section: Section) -> list[str]:
     """Return sentences on what was measured, what is best, what equals it and what was lost."""
     names = column_labels(section)
-    if len(section.columns) == 1:
+    if len(section.models) == 1:
         return [_measured(section), f"{_best(section, names)} There is nothing to compare it with."]
     found = [_measured(section), _best(section, names), _rivals(section, names)]
     found += _against_base(section, names)
     found += _against_experts(section, names)
-    if len(section.columns) > 2:
+    if len(section.models) > 2:
         found.append(
             "The best was picked on these very items, so that its score is a little flattering."
         )
@@ -28,26 +28,21 @@ def say(section: Section) -> list[str]:
 def _measured(section: Section) -> str:
     results = section.columns[0].results.values()
     n, count = sum(one.n for one in results), len(section.skills)
-    what = (
-        "the share of answers that are exactly right"
-        if section.metric == "exact_match"
-        else "the mean log-likelihood of the right answer's tokens"
-    )
-    models = len(section.columns)
+    models = len(section.models)
     return (
         f"{models} model{'s were' if models > 1 else ' was'} scored on {n:,} items of {count}"
-        f" skill{'s' if count > 1 else ''}; a score is {what}."
+        f" skill{'s' if count > 1 else ''}; a score is the {section.info.what}."
     )
 
 
 def _best(section: Section, names: dict[str, str]) -> str:
     top = section.top
-    equal = [one for one in section.columns if one.mean.score == top.mean.score]
+    equal = [one for one in section.models if one.mean.score == top.mean.score]
     mean = top.mean
     interval = f"{score_text(mean.score)} (95 % interval {score_text(mean.low)} to"
     score = f"{interval} {score_text(mean.high)})"
     weighs = ", every skill weighing the same" if len(section.skills) > 1 else ""
-    if len(section.columns) == 1:
+    if len(section.models) == 1:
         return f"{names[top.name]} reaches a mean of {score}{weighs}."
     if len(equal) > 1:
         return (
@@ -62,15 +57,15 @@ def _rivals(section: Section, names: dict[str, str]) -> str:
         for name, one in section.others.items()
         if significant(one) >= 0
     ]
-    test = _test(section)
+    test, worse = _test(section), _worse(section)
     if not open_:
-        return f"Every other model is significantly lower ({test})."
+        return f"Every other model is significantly {worse} ({test})."
     if len(open_) == len(section.others):
         return (
             f"These items do not decide which model is best: {_listed(open_)}"
-            f" {_verb(open_)} not significantly lower ({test})."
+            f" {_verb(open_)} not significantly {worse} ({test})."
         )
-    return f"Not significantly lower: {_listed(open_)}; all the others are ({test})."
+    return f"Not significantly {worse}: {_listed(open_)}; all the others are ({test})."
 
 
 def _against_base(section: Section, names: dict[str, str]) -> list[str]:
@@ -96,9 +91,10 @@ def _against_experts(section: Section, names: dict[str, str]) -> list[str]:
     _, sure_worse, _ = _split(section, section.expert, top.name)
     if not sure_worse:
         return ["On no skill is it significantly worse than the best single expert of that skill."]
-    shown = labels(section.skills)
+    shown, worse = labels(section.skills), _worse(section)
     parts = [
-        f"{shown[skill]} ({score_text(-one.difference)} lower than {names[section.experts[skill]]})"
+        f"{shown[skill]} ({score_text(-one.difference)} {worse} than"
+        f" {names[section.experts[skill]]})"
         for skill, one in sure_worse
     ]
     price = "Merging has a price: it is significantly worse than the best single expert on"
@@ -133,8 +129,12 @@ def _changes(section: Section, cells: _Found, base: str) -> str:
 
 
 def _test(section: Section) -> str:
-    test = "exact McNemar" if section.metric == "exact_match" else "exact sign test"
+    test = "exact McNemar" if section.info.binary else "exact sign test"
     return f"{test}, Holm-corrected, p < 0.05"
+
+
+def _worse(section: Section) -> str:
+    return "higher" if section.info.lower_is_better else "lower"
 
 
 def _listed(parts: Sequence[str]) -> str:
