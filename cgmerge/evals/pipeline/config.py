@@ -148,7 +148,7 @@ def _training(value: Any, path: Path) -> tuple[dict[str, Options], list[str]]:
         raise _wrong(path, "train.skills", "a mapping from skill to data or options", skills)
     if not isinstance(launcher, str):
         raise _wrong(path, "train.launcher", "a text", launcher)
-    found = {}
+    found: dict[str, Options] = {}
     common = _options(shared, "train", path)
     for skill, own in skills.items():
         place = f"train.skills.{skill}"
