@@ -45,7 +45,7 @@ class TopK(str):
         if not self.isdecimal():
             return None
         if int(self) > experts and self != default:
-            warnings.append(f"top_k={self} of {counted(experts, 'expert')}: all are used")
+            warnings.append(f"top_k={self} is more than {counted(experts, 'expert')}: all are used")
         return int(self) if int(self) < experts else None
 
 

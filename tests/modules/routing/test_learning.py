@@ -194,7 +194,7 @@ def test_a_hard_number_is_taken_and_its_price_said(base, taught):
 def test_more_than_there_are_is_said(base, taught):
     fitted = fit("gate", base, taught, {"steps": 1, "top_k": 7})
     assert fitted.router.choice.top_k is None
-    assert fitted.warnings == ["top_k=7, but there are 3 experts: all of them are used"]
+    assert fitted.warnings == ["top_k=7 is more than 3 experts: all are used"]
 
 
 def test_pruning_stops_at_the_first_number_that_is_good_enough():

@@ -71,7 +71,7 @@ def test_top_k_in_numbers():
     assert [TopK("2").of(n, said, default="2") for n in (1, 2, 3)] == [None, None, 2]
     assert said == []  # nobody asked for it
     assert [TopK("2").of(n, said, default="3") for n in (1, 2, 3)] == [None, None, 2]
-    assert said == ["top_k=2 of 1 expert: all are used"]
+    assert said == ["top_k=2 is more than 1 expert: all are used"]
     assert TopK("ALL").of(5, said, default="2") is None
     assert AutoTopK("auto").of(5, said, default="auto") is None
     for wrong in ("0", "-1", "1.5", "", "²", "auto"):

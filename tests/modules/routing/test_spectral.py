@@ -86,7 +86,7 @@ def test_parameters_choose_the_scorer():
 def test_more_experts_than_there_are_is_said():
     fitted = made("arrow", {"top_k": 5}, [expert({"m": (4, 4)}, seed=i) for i in range(2)])
     assert fitted.router.choice.top_k is None
-    assert fitted.warnings == ["top_k=5, but there are 2 experts: all of them are used"]
+    assert fitted.warnings == ["top_k=5 is more than 2 experts: all are used"]
 
 
 @pytest.mark.parametrize(
