@@ -9,10 +9,9 @@ from cgmerge import fs, strictjson
 from cgmerge.errors import Damaged, Incompatible, UsageError
 from cgmerge.evals.suite import (
     SkillSet,
-    check_names,
     encode_questions,
     questions,
-    read_skills,
+    read_examples,
     split_name,
 )
 from cgmerge.inputs import refuse_inputs
@@ -403,10 +402,8 @@ def _subtracted(
 
 def _examples(request: Request) -> tuple[list[SkillSet], list[str]]:
     """Return the examples by skill, and the SHA-256 of every file."""
-    files = [read_skills([spec]) for spec in request.examples]
-    skills = [skill for file in files for skill in file]
-    check_names([skill.name for skill in skills], what="skill", form="NAME=FILE")
-    found, expected = [file[0].sha256 for file in files], list(request.pinned)
+    skills, found = read_examples(request.examples)
+    expected = list(request.pinned)
     if expected and found != expected:
         raise Incompatible(
             "the examples are not those that the record names",
