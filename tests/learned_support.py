@@ -50,13 +50,15 @@ def make_place(folder):
     return folder
 
 
-def answered_rows(loaded, folder, count, seed):
-    """Prompts and what the base with Σ TRUTH·ΔW answers to them, in two words."""
+def answered_rows(
+    loaded, folder, count, seed, truth=TRUTH, words=("copy :", train_support.LETTERS)
+):
+    """Prompts of some letters and what the base with Σ truth·ΔW answers to them, in two words."""
     rng, rows = random.Random(seed), {}
     first = 4  # ids below are special
-    with attached(loaded.model, mixed(folder, TRUTH)), torch.no_grad():
+    with attached(loaded.model, mixed(folder, truth)), torch.no_grad():
         while len(rows) < count:
-            prompt = "copy : " + " ".join(rng.choices(train_support.LETTERS, k=4)) + " ="
+            prompt = f"{words[0]} {' '.join(rng.choices(words[1], k=4))} ="
             ids = loaded.tokenizer(prompt)["input_ids"]
             for _ in range(2):
                 logits = loaded.model(torch.tensor([ids])).logits[0, -1]

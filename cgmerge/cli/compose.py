@@ -126,7 +126,7 @@ def compose(
       cgmerge compose merged/cgmerge.json -o again
     """
     from cgmerge.cli.learned import learning_of
-    from cgmerge.cli.routed import run_routed_method
+    from cgmerge.cli.routed import run_routed_method, write_routed
     from cgmerge.inputs import refuse_inputs
     from cgmerge.modules.compose import check_outputs, make_plan
 
@@ -159,7 +159,8 @@ def compose(
     given |= {"force_base": force_base or None, "allow_noop": allow_noop or None}
     recipe = _recipe(experts, given | {"allow_rounding": allow_rounding or None}, params)
     recipe = _seeded(recipe, seed, params)
-    learning = learning_of(recipe, examples, tuned=bool(tune))
+    fixed = {"--as": form, "--rank": rank, "--dtype": dtype}
+    learning = learning_of(recipe, examples, tuned=bool(tune), seed=seed or 0, fixed=fixed)
     plan = make_plan(learning.recipe if learning else recipe)
     if learning:
         learning.check(plan)
@@ -176,7 +177,11 @@ def compose(
     if skills:
         plan = make_plan(_tuned(plan, skills, budget, output))
     if learning:
-        plan = make_plan(learning.learned(plan, output))
+        learned = learning.learned(plan, output)
+        if learned.routed is not None:
+            write_routed(learned.routed, out, learned.loaded, output, overwrite=overwrite)
+            return
+        plan = make_plan(learned.recipe)
     _run(plan, out, overwrite=overwrite, output=output)
 
 

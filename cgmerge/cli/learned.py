@@ -1,5 +1,6 @@
 """`cgmerge compose --examples`: coefficients, or a method, learned from examples."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,7 @@ from cgmerge.errors import UsageError
 from cgmerge.shown import counted, score_text
 
 if TYPE_CHECKING:
+    from cgmerge.evals.routed import RoutedPlan
     from cgmerge.evals.suite import SkillSet
     from cgmerge.modules.compose import Plan
     from cgmerge.modules.learned.learn import Made
@@ -21,20 +23,41 @@ _MANY_GROUPS = 12
 
 
 @dataclass(frozen=True)
+class Learned:
+    """What was learned.
+
+    Attributes:
+        recipe: What composes it, unless it is routed.
+        routed: What composes it where a router was chosen.
+        loaded: The base in memory.
+    """
+
+    recipe: "Recipe"
+    routed: "RoutedPlan | None"
+    loaded: "LoadedBase"
+
+
+@dataclass(frozen=True)
 class Learning:
     """What the user wants learned.
 
     Attributes:
         method: A preset, or `auto`.
         settings: Of the learner, or of the choice.
+        examples: Data files as named by the user.
         skills: The examples.
         recipe: The plain weighted sum that is to get coefficients.
+        seed: For routers.
+        fixed: The option that wants one adapter or one model, so that no router can be chosen.
     """
 
     method: str
     settings: "Learner | AutoSettings"
+    examples: tuple[str, ...]
     skills: "list[SkillSet]"
     recipe: "Recipe"
+    seed: int = 0
+    fixed: str | None = None
 
     def check(self, plan: "Plan") -> None:
         """Refuse what cannot be learned before any work."""
@@ -42,8 +65,8 @@ class Learning:
 
         check_learnable(plan)
 
-    def learned(self, plan: "Plan", output: Output) -> "Recipe":
-        """Learn, say what came out, and return the recipe that composes it."""
+    def learned(self, plan: "Plan", output: Output) -> Learned:
+        """Learn, say what came out, and return what composes it."""
         from cgmerge.modules.loading import load_base
 
         assert plan.base is not None
@@ -51,17 +74,42 @@ class Learning:
         output.line("learn", f"{self.method} from {counted(count, 'example')}")
         for key, value in asdict(self.settings).items():
             output.detail("means", f"{key}={value}")
-        made = self._made(plan, load_base(plan.base), output)
+        routers, aside = self._routers()
+        for name, why in aside.items():
+            output.line("left out", f"{name}: {why}")
+        loaded = load_base(plan.base)
+        made = self._made(plan, loaded, routers, output)
         _show(made, self.method, plan.given, output)
         data = [
             {"name": s.name, "file": s.source, "sha256": s.sha256, "n": len(s.examples)}
             for s in self.skills
         ]
         tuning = {**(made.recipe.tuning or {}), "data": data, "notes": list(made.notes)}
-        notes = (*made.recipe.notes, *made.notes)
-        return replace(made.recipe, tuning=tuning, notes=notes)
+        if aside:
+            tuning["left_out"] = [*tuning["left_out"], *aside]
+        recipe = replace(made.recipe, tuning=tuning, notes=(*made.recipe.notes, *made.notes))
+        chosen = next((one for one in routers if one.spec.name == recipe.method), None)
+        if chosen is not None:
+            chosen = replace(chosen, request=replace(chosen.request, tuning=tuning))
+        return Learned(recipe, chosen, loaded)
 
-    def _made(self, plan: "Plan", loaded: "LoadedBase", output: Output) -> "Made":
+    def _routers(self) -> "tuple[list[RoutedPlan], dict[str, str]]":
+        """Return the routed methods that may be chosen, and why others may not."""
+        from cgmerge.evals.routedauto import TRIED, open_routed
+        from cgmerge.modules.learned.presets import AutoSettings
+
+        if not isinstance(self.settings, AutoSettings):
+            return [], {}
+        if not self.settings.routed:
+            return [], dict.fromkeys(TRIED, "--set routed=false")
+        if self.fixed is not None:
+            return [], dict.fromkeys(TRIED, f"{self.fixed} asks for one result for every input")
+        return open_routed(self.recipe, self.examples, self.seed)
+
+    def _made(
+        self, plan: "Plan", loaded: "LoadedBase", routers: "list[RoutedPlan]", output: Output
+    ) -> "Made":
+        from cgmerge.evals.routedauto import routable
         from cgmerge.modules.learned.auto import choose, fits
         from cgmerge.modules.learned.learn import learn, points
         from cgmerge.modules.learned.presets import Learner
@@ -71,18 +119,33 @@ class Learning:
         if isinstance(settings, Learner):
             with output.progress("learn", points(support, settings)) as advance:
                 return learn(plan, loaded, support, self.method, settings, progress=advance)
-        with output.progress("choose", fits(plan, support, settings)) as advance:
-            return choose(plan, loaded, support, settings, progress=advance)
+        routed = [routable(one) for one in routers]
+        with output.progress("choose", fits(plan, support, settings, routed)) as advance:
+            return choose(plan, loaded, support, settings, routed=routed, progress=advance)
 
 
-def learning_of(recipe: "Recipe", examples: list[str] | None, *, tuned: bool) -> Learning | None:
+def learning_of(
+    recipe: "Recipe",
+    examples: list[str] | None,
+    *,
+    tuned: bool,
+    seed: int = 0,
+    fixed: Mapping[str, Any] | None = None,
+) -> Learning | None:
     """Return what is to be learned, or None for methods that learn nothing.
+
+    Args:
+        recipe: What was asked for.
+        examples: Data files.
+        tuned: Whether there are other data to choose from.
+        seed: For routers.
+        fixed: Options that want one adapter or one model, where they are given.
 
     Raises:
         UsageError: Examples without such a method or the other way round, or wrong settings.
         InputError: Examples that cannot be used.
     """
-    from cgmerge.evals.suite import read_skills
+    from cgmerge.evals.suite import read_examples
     from cgmerge.modules.learned.presets import AUTO, PRESETS, is_learned, make_auto, make_learner
 
     method = recipe.method
@@ -106,8 +169,26 @@ def learning_of(recipe: "Recipe", examples: list[str] | None, *, tuned: bool) ->
             code="tune",
         )
     settings = make_auto(recipe.params) if method == AUTO else make_learner(method, recipe.params)
-    plain = replace(recipe, method="task-arithmetic", params={})
-    return Learning(method, settings, read_skills(examples), plain)
+    return Learning(
+        method,
+        settings,
+        tuple(examples),
+        read_examples(examples)[0],
+        replace(recipe, method="task-arithmetic", params={}),
+        seed,
+        _fixed(recipe, fixed or {}),
+    )
+
+
+def _fixed(recipe: "Recipe", options: Mapping[str, Any]) -> str | None:
+    """Return the option, or the line of a recipe, that no routed composition can honour."""
+    asked = {name: value is not None for name, value in options.items()}
+    asked |= {
+        "`as` of the recipe": recipe.form == "model",
+        "`rank` of the recipe": recipe.rank != "auto",
+        "`dtype` of the recipe": recipe.dtype != "auto",
+    }
+    return next((name for name, is_set in asked.items() if is_set), None)
 
 
 def _support(skills: "list[SkillSet]", loaded: "LoadedBase") -> "Support":

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from cgmerge.cli.output import Output, Progress
     from cgmerge.evals.routed import Request, RoutedPlan
     from cgmerge.modules.composition import Composition
+    from cgmerge.modules.loading import LoadedBase
 
 
 def run_routed_method(
@@ -100,9 +101,8 @@ def compose_routed(
     dry_run: bool,
 ) -> None:
     """Plan, learn and write a routed composition, and say what came of it."""
-    from cgmerge.evals.routed import check_routed_out, plan_routed, run_routed
+    from cgmerge.evals.routed import check_routed_out, plan_routed
     from cgmerge.modules.loading import load_base
-    from cgmerge.modules.usage import base_names, base_word
 
     plan = plan_routed(request)
     _show_plan(plan, output)
@@ -112,6 +112,21 @@ def compose_routed(
         return
     check_routed_out(plan, out, overwrite=overwrite)
     loaded = load_base(plan.base) if plan.base is not None and plan.spec.needs else None
+    write_routed(plan, out, loaded, output, overwrite=overwrite)
+
+
+def write_routed(
+    plan: "RoutedPlan",
+    out: Path,
+    loaded: "LoadedBase | None",
+    output: "Output",
+    *,
+    overwrite: bool,
+) -> None:
+    """Learn and write a routed composition, and say what came of it."""
+    from cgmerge.evals.routed import run_routed
+    from cgmerge.modules.usage import base_names, base_word
+
     with _progress(output) as advance:
         found = run_routed(plan, out, overwrite=overwrite, loaded=loaded, progress=advance)
     for warning in found.record["warnings"][len(plan.warnings) :]:
@@ -120,7 +135,7 @@ def compose_routed(
         output.line("learned", note)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     output.line("wrote", f"{out} ({size / 1e6:.2f} MB; {decides(found.kind)})")
-    base = base_word(request.base, base_names(member.expert for member in plan.members))
+    base = base_word(plan.request.base, base_names(member.expert for member in plan.members))
     place = quoted(out)
     task, name = (" --task TASK", "TASK=") if found.tasks else ("", "")
     output.hint(f'see it decide: cgmerge route {place} --base {base}{task} --explain "TEXT"')
@@ -191,6 +206,7 @@ def _fields(plan: "RoutedPlan", found: "Composition | None") -> dict[str, Any]:
         "truncation_error": 0.0,
         "transforms": [dict(item) for item in plan.transforms],
         "fit": None if found is None else found.record["fit"],
+        "tuning": plan.request.tuning,
         "warnings": list(plan.warnings) if found is None else list(found.record["warnings"]),
     }
 
@@ -228,6 +244,8 @@ def refuse_routed_options(given: Mapping[str, Any], method: str) -> None:
 def _with_changes(request: "Request", changes: dict[str, Any]) -> "Request":
     """Let options on the command line override the request of a record."""
     given = {key: value for key, value in changes.items() if value or key == "seed"}
+    if any(getattr(request, key) != value for key, value in given.items()):
+        given["tuning"] = None  # it is of what was asked for then
     if "examples" in given:
         given["pinned"] = ()
     if given.get("base", request.base) != request.base:

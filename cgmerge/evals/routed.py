@@ -9,10 +9,9 @@ from cgmerge import fs, strictjson
 from cgmerge.errors import Damaged, Incompatible, UsageError
 from cgmerge.evals.suite import (
     SkillSet,
-    check_names,
     encode_questions,
     questions,
-    read_skills,
+    read_examples,
     split_name,
 )
 from cgmerge.inputs import refuse_inputs
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from cgmerge.modules.loading import LoadedBase
 
 _REQUEST = "request"
+_TUNING = "tuning"
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class Request:
         pinned: SHA-256 of the data files, where a record pins them.
         base_fingerprint: What the base must be, where a record pins it.
         folder: Of a record: where references are looked up when they are not here.
+        tuning: How the method was chosen, where it was; kept in the record, never acted upon.
     """
 
     method: str
@@ -93,6 +94,7 @@ class Request:
     pinned: tuple[str, ...] = ()
     base_fingerprint: str | None = None
     folder: Path | None = None
+    tuning: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,13 @@ class RoutedPlan:
     def names(self) -> tuple[str, ...]:
         """Return the experts' names in the composition."""
         return tuple(member.name for member in self.members)
+
+    def deltas(self) -> "list[Mapping[str, LowRank]]":
+        """Read every expert's deltas, changed where something was subtracted."""
+        return [
+            dict(member.expert.deltas()) if member.deltas is None else member.deltas
+            for member in self.members
+        ]
 
 
 def plan_routed(request: Request) -> RoutedPlan:
@@ -195,10 +204,7 @@ def run_routed(
     """
     out = fs.absolute(out)
     check_routed_out(plan, out, overwrite=overwrite)
-    deltas = [
-        dict(member.expert.deltas()) if member.deltas is None else member.deltas
-        for member in plan.members
-    ]
+    deltas = plan.deltas()
     idle = _idle(plan.names, deltas)
     fitted = plan.spec.make(
         FitInput(
@@ -211,6 +217,7 @@ def run_routed(
             progress=progress,
         )
     )
+    chosen = {} if plan.request.tuning is None else {_TUNING: dict(plan.request.tuning)}
     contents = Contents(
         method=plan.spec.name,
         params=plan.settings,
@@ -218,7 +225,7 @@ def run_routed(
         router=fitted.router,
         base=_base_id(plan),
         transforms=plan.transforms,
-        fit={**fitted.record, "notes": fitted.notes, _REQUEST: _request_record(plan)},
+        fit={**fitted.record, "notes": fitted.notes, _REQUEST: _request_record(plan), **chosen},
         warnings=[*plan.warnings, *idle, *fitted.warnings],
     )
     return save_composition(out, contents, overwrite=overwrite)
@@ -288,6 +295,7 @@ def read_request(path: Path) -> Request | None:
             pinned=tuple(str(entry["sha256"]) for entry in asked["examples"]),
             base_fingerprint=raw["base"]["fingerprint"] if asked["base"] else None,
             folder=path.parent,
+            tuning=_of(dict | None, raw["fit"].get(_TUNING)),
         )  # fmt: skip
     except (KeyError, TypeError, AttributeError) as error:
         raise Damaged(
@@ -405,10 +413,8 @@ def _subtracted(
 
 def _examples(request: Request) -> tuple[list[SkillSet], list[str]]:
     """Return the examples by skill, and the SHA-256 of every file."""
-    files = [read_skills([spec]) for spec in request.examples]
-    skills = [skill for file in files for skill in file]
-    check_names([skill.name for skill in skills], what="skill", form="NAME=FILE")
-    found, expected = [file[0].sha256 for file in files], list(request.pinned)
+    skills, found = read_examples(request.examples)
+    expected = list(request.pinned)
     if expected and found != expected:
         raise Incompatible(
             "the examples are not those that the record names",

@@ -89,6 +89,46 @@ def read_skills(specs: Sequence[str], *, limit: int | None = None) -> list[Skill
     return skills
 
 
+def read_examples(specs: Sequence[str]) -> tuple[list[SkillSet], list[str]]:
+    """Read data files to learn from; several sets may be of one skill, where its name was said.
+
+    Args:
+        specs: As for `read_skills`.
+
+    Returns:
+        The sets in the order of the files, and the SHA-256 of every file.
+
+    Raises:
+        UsageError: Two files that only their own names put together, or one that is there twice.
+        NotFound, DataError: As for `read_skills`.
+    """
+    files = [read_skills([spec]) for spec in specs]
+    skills = [skill for file in files for skill in file]
+    silent = Counter(
+        file[0].name
+        for spec, file in zip(specs, files, strict=True)
+        if len(file) == 1 and split_name(spec)[0] is None
+    )
+    for name, count in silent.items():
+        if count > 1:
+            raise UsageError(
+                f"two files of examples are called {name!r}",
+                code="name",
+                hint=f"if both are of one skill, say so for each: {name}=FILE; else give them"
+                " different names",
+                found=name,
+            )
+    twice = [key for key, count in Counter((s.name, s.sha256) for s in skills).items() if count > 1]
+    if twice:
+        raise UsageError(
+            f"the same examples of {twice[0][0]!r} are given twice",
+            code="examples",
+            hint="name each file once",
+            found=twice[0][0],
+        )
+    return skills, [file[0].sha256 for file in files]
+
+
 def split_name(spec: str) -> tuple[str | None, str]:
     """Split `NAME=REF`; a path that exists as written has no name.
 

@@ -102,11 +102,18 @@ class Composition:
         return stacks([dict(expert.deltas()) for expert in self.experts])
 
     def check(self, base: Base, *, force_base: bool = False) -> None:
-        """Check that every expert fits a base.
+        """Check that every expert fits a base, and that an encoder is at hand where one is needed.
 
         Raises:
-            Incompatible: Another base, or modules that do not fit.
+            Incompatible: Another base, modules that do not fit, or no such encoder.
+            MissingExtra: The package of encoders is not installed.
         """
+        if self.kind == "retrieval":
+            from cgmerge.modules.routing.encoder import find_encoder
+            from cgmerge.modules.routing.router import RetrievalRouter
+
+            if isinstance(self.router, RetrievalRouter) and self.router.encoder is not None:
+                find_encoder(self.router.encoder)
         for expert in self.experts:
             expert.deltas(base, force_base=force_base)
 

@@ -233,11 +233,14 @@ def _table(composition: Composition, exported: Exported) -> dict[str, Any]:
         return table | {
             "tasks": {t: n for t, n in _task_names(composition).items() if n in exported.adapters}
         }
+    embedded = "mean of the base's last hidden states over its tokens, begin token left out"
+    if isinstance(router, RetrievalRouter) and router.encoder is not None:
+        embedded = "encode(), not normalised, of the sentence-transformers model in `encoder`"
     vectors = {name: tensor.tolist() for name, tensor in router.tensors().items()}
     rule = (
-        "embed the prompt: mean of the base's last hidden states over its tokens, begin token left"
-        " out; x minus `centre`, minus noiseᵀ·(noise·x) where there is `noise`, scaled to length 1;"
-        " the adapter whose row of `centroids` has the largest product with it"
+        f"embed the prompt: {embedded}; x minus `centre`, minus noiseᵀ·(noise·x) where there is"
+        " `noise`, scaled to length 1; the adapter whose row of `centroids` has the largest product"
+        " with it"
     )
     return table | {"rule": rule, **router.settings(), **vectors}
 

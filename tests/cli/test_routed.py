@@ -13,6 +13,7 @@ from case_support import done, refused
 from composition_support import make_experts, shapes
 
 from cgmerge.modules.expert import open_expert
+from cgmerge.tensorfile import file_sha256
 
 TASKS = ("sort", "reverse", "count")
 
@@ -70,6 +71,34 @@ def test_learned_routers_repeat_from_their_record(shelf, run, method):
     assert again["method"] == method
     for name in ("router.safetensors", "cgmerge.json"):
         assert (shelf / "a" / name).read_bytes() == (shelf / "b" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("method", ["gate", "phatgoose", "retrieval"])
+def test_several_files_of_an_expert_are_one(shelf, run, method):
+    quick = () if method == "retrieval" else ("--set", "steps=2")
+    words = ("-m", method, "--base", "tiny", *quick)
+    whole = done(compose(run, *words, *EXAMPLES, "-o", "whole"))
+    lines = (shelf / "sort.jsonl").read_text().splitlines(keepends=True)
+    (shelf / "one.jsonl").write_text(lines[0])
+    (shelf / "two.jsonl").write_text("".join(lines[1:]))
+    split = ("--examples", "sort=one.jsonl", "sort=two.jsonl", *EXAMPLES[2:])
+    parts = done(compose(run, *words, *split, "-o", "parts"))
+    assert (shelf / "whole/router.safetensors").read_bytes() == (
+        shelf / "parts/router.safetensors"
+    ).read_bytes()
+    listed = parts["fit"]["request"]["examples"]
+    assert [(e["name"], e["ref"]) for e in listed[:2]] == [
+        ("sort", "one.jsonl"), ("sort", "two.jsonl")
+    ]  # fmt: skip
+    assert [e["sha256"] for e in listed[:2]] == [
+        file_sha256(shelf / "one.jsonl"), file_sha256(shelf / "two.jsonl")
+    ]  # fmt: skip
+    assert listed[2:] == whole["fit"]["request"]["examples"][1:]
+    done(run("compose", "parts/cgmerge.json", "-o", "again", "--json"))
+    for name in ("router.safetensors", "cgmerge.json"):
+        assert (shelf / "parts" / name).read_bytes() == (shelf / "again" / name).read_bytes()
+    (shelf / "two.jsonl").write_text(lines[1])
+    refused(run("compose", "parts/cgmerge.json", "-o", "b", "--json"), 3, "incompatible.digest")
 
 
 def test_a_record_with_other_examples_is_refused(shelf, run):

@@ -30,6 +30,7 @@ from cgmerge.modules.learned.learn import (
 )
 from cgmerge.modules.learned.objectives import Outcome, Problem, Support
 from cgmerge.modules.learned.presets import AUTO, AutoSettings, make_learner
+from cgmerge.modules.learned.routed import Routable, routed_candidate
 from cgmerge.modules.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def choose(
     support: Support,
     settings: AutoSettings,
     *,
+    routed: Sequence[Routable] = (),
     progress: Progress | None = None,
 ) -> Made:
     """Choose among candidates by what they reach on examples that they did not see.
@@ -55,15 +57,51 @@ def choose(
         loaded: Its base in memory; not changed.
         support: The examples.
         settings: From `make_auto`.
+        routed: Routed methods that may be chosen too.
         progress: Called with the number of finished fits, of `fits(...)` in all.
 
     Returns:
         The best candidate, fitted to all examples; among equals the first, which is the simplest.
+        The recipe of a routed one names its method, and fitting it is left to who composes it.
 
     Raises:
         DataError: Fewer than two different examples.
         Incompatible: No expert changes anything.
     """
+    parts = _parts(support, settings)
+    lacking = {one.method.name: why for one in routed if (why := one.lacks(support, parts))}
+    with opened(plan, loaded, support, "loss") as (problem, active):
+        everything = candidates(plan, problem, active, len(parts))
+        everything += [
+            routed_candidate(one, plan, problem, loaded, len(parts))
+            for one in routed
+            if one.method.name not in lacking
+        ]
+        kept, left = affordable(everything, settings.passes)
+        table = cross_validate(kept, support, parts, progress)
+        places = [place for place, one in enumerate(kept) if one.name != "base"]
+        best = max(places, key=lambda place: table[place].rank)
+        recipe, note, record = _final(kept[best], support)
+        passes = problem.passes
+    tuning: dict[str, Any] = {
+        "method": AUTO,
+        "chosen": kept[best].name,
+        "note": note,
+        "settings": asdict(settings),
+        "crossvalidation": table_record(table, parts),
+        "left_out": [*[one.name for one in left], *lacking],
+        "learned": record or None,
+        "passes": passes,
+    }
+    notes = [f"{one.name} was not tried: it takes about {one.passes:,} passes, more than --set"
+             f" passes={settings.passes} leaves" for one in left]  # fmt: skip
+    notes += [f"{name} was not tried: {why}" for name, why in lacking.items()]
+    if table[0].rank >= table[best].rank:
+        notes.append("no candidate is better than the base alone on examples that were left out")
+    return Made(replace(recipe, tuning=tuning), tuple(table), tuple(notes))
+
+
+def _parts(support: Support, settings: AutoSettings) -> list[list[int]]:
     parts = folds_of(support, settings.folds)
     if not parts:
         raise DataError(
@@ -72,35 +110,24 @@ def choose(
             hint="add examples, or choose a --method",
             found=len(support),
         )
-    with opened(plan, loaded, support, "loss") as (problem, active):
-        everything = candidates(plan, problem, active, len(parts))
-        kept, left = affordable(everything, settings.passes)
-        table = cross_validate(kept, support, parts, progress)
-        places = [place for place, one in enumerate(kept) if one.name != "base"]
-        best = max(places, key=lambda place: table[place].rank)
-        fitted = kept[best].fit(support.weights())
-        passes = problem.passes
+    return parts
+
+
+def _final(chosen: Candidate, support: Support) -> tuple[Recipe, str, dict[str, Any]]:
+    """Return what composes a candidate that is fitted to all examples, a note and a record."""
+    if chosen.recipe is not None:
+        return chosen.recipe, "", {}
+    fitted = chosen.fit(support.weights())
     assert fitted.recipe is not None
-    tuning: dict[str, Any] = {
-        "method": AUTO,
-        "chosen": kept[best].name,
-        "note": fitted.note,
-        "settings": asdict(settings),
-        "crossvalidation": table_record(table, parts),
-        "left_out": [one.name for one in left],
-        "learned": dict(fitted.record) or None,
-        "passes": passes,
-    }
-    notes = [f"{one.name} was not tried: it takes about {one.passes:,} passes, more than --set"
-             f" passes={settings.passes} leaves" for one in left]  # fmt: skip
-    if table[0].rank >= table[best].rank:
-        notes.append("no candidate is better than the base alone on examples that were left out")
-    return Made(replace(fitted.recipe, tuning=tuning), tuple(table), tuple(notes))
+    return fitted.recipe, fitted.note, dict(fitted.record)
 
 
-def fits(plan: Plan, support: Support, settings: AutoSettings) -> int:
+def fits(
+    plan: Plan, support: Support, settings: AutoSettings, routed: Sequence[Routable] = ()
+) -> int:
     """Return what the progress of `choose` counts up to, at most."""
-    return len(folds_of(support, settings.folds)) * (4 + len(plan.experts) + len(LEARNED))
+    each = 4 + len(plan.experts) + len(LEARNED) + len(routed)
+    return len(folds_of(support, settings.folds)) * each
 
 
 def affordable(

@@ -46,11 +46,13 @@ class Candidate:
         name: What tables call it.
         fit: Makes it from the examples with a weight above 0.
         passes: About how many passes over the examples all its fits together take.
+        recipe: What composes it, where composing fits it to all examples anyway.
     """
 
     name: str
     fit: Callable[[Weights], Fitted]
     passes: int = 1
+    recipe: Recipe | None = None
 
 
 @dataclass(frozen=True, slots=True)

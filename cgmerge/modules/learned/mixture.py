@@ -35,6 +35,7 @@ class Mixture:
         self.experts = experts
         self.modules = sorted(set().union(*[set(expert) for expert in experts]))
         self.values: Float[Tensor, "experts modules"] = torch.zeros(len(experts), len(self.modules))
+        self._silent = False
 
     @contextmanager
     def attached(self, model: torch.nn.Module) -> Iterator[None]:
@@ -47,6 +48,15 @@ class Mixture:
         self.values = self.values.to(next(model.parameters()).device)
         with hooked(model, makers):
             yield
+
+    @contextmanager
+    def without(self) -> Iterator[None]:
+        """Have the plain model for the length of a `with` block, where the mixture is attached."""
+        before, self._silent = self._silent, True
+        try:
+            yield
+        finally:
+            self._silent = before
 
     def set(self, values: Float[Tensor, "experts modules"]) -> None:
         """Take other coefficients; they are copied."""
@@ -61,6 +71,8 @@ class Mixture:
             owners = torch.tensor(ranks, device=device)
 
             def mix(_module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+                if self._silent:
+                    return output
                 gate = self.values[owners, place].to(a)
                 x = inputs[0].to(a.dtype)
                 return output + (((x @ a.T) * gate) @ b.T).to(output.dtype)

@@ -1,7 +1,7 @@
 """What coefficients are judged by: the experts attached once, the examples encoded once."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -117,11 +117,17 @@ class Problem:
             self._known[key] = self.measure()
         return self._known[key]
 
-    def measure(self) -> Outcome:
-        """Measure the model as it is, with whatever is attached."""
+    def measure(self, route: Callable[[list[list[int]]], object] | None = None) -> Outcome:
+        """Measure the model as it is, with whatever is attached.
+
+        Args:
+            route: Told about the prompts of every batch before the model is.
+        """
         found = torch.zeros(3, len(self.support), dtype=torch.float64)
         with torch.no_grad():
             for places, batch in zip(self._places, self._batches, strict=True):
+                if route is not None:
+                    route([list(self.support.rows[i].prompt_ids) for i in places])
                 found[:, places] = self._rows(places, batch).double().cpu()
         self.passes += 1
         return Outcome(*found)

@@ -67,8 +67,9 @@ class AutoSettings(Checked):
 
     folds: int = param(5, "parts of the cross-validation", low=2, high=100)
     passes: int = param(
-        3000, "most forward passes over the examples; candidates beyond are left out", low=1
+        6000, "most forward passes over the examples; candidates beyond are left out", low=1
     )
+    routed: bool = param(True, "false leaves out routers: the result is one adapter")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,14 +190,15 @@ PRESETS: dict[str, Preset] = {
             summary="Chooses by cross-validation on the examples, and composes what was chosen",
             about=About(
                 formula="the best of: each expert, linear, task-arithmetic and ties with the scale"
-                " chosen, lorahub, atlas",
+                " chosen, lorahub, atlas, retrieval, gate",
                 paper="Wolpert 1992 (stacking); van der Laan et al. 2007",
                 differs="every choice (scales, coefficients) is made anew without the fold that it"
                 " is measured on",
                 use_when="you have examples and do not want to choose a method",
             ),
             settings={},
-            cost="about 1,400 forward passes over the examples; --set passes=N limits it",
+            cost="about 5,000 forward passes over the examples, of which gate takes 3,600; --set"
+            " passes=N limits it",
             kind=AutoSettings,
         ),
     )

@@ -6,7 +6,7 @@ used, once in each process, and fetched again when it was damaged.
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cgmerge import fs
@@ -122,15 +122,27 @@ def _plain(store: Store, files: Mapping[str, str]) -> Path:
     return place
 
 
-def hub_model(ref: str, what: str) -> Path:
-    """Fetch a full model from the hub into the hub's own cache, whose folder is returned."""
+def hub_model(
+    ref: str, what: str, *, files: Sequence[str] = _MODEL_FILES, offline: bool = False
+) -> Path:
+    """Fetch a full model from the hub into the hub's own cache, whose folder is returned.
+
+    Args:
+        ref: `hf://user/repo[@revision]`.
+        what: What to call it in messages.
+        files: Patterns of what is fetched.
+        offline: Ask nobody.
+    """
     from huggingface_hub import snapshot_download
 
-    repository = Repository(ref)
+    repository = Repository(ref, offline=offline)
     with repository.errors(what):
         return Path(
             snapshot_download(
-                repository.ref.repo, revision=repository.revision, allow_patterns=_MODEL_FILES
+                repository.ref.repo,
+                revision=repository.revision,
+                allow_patterns=list(files),
+                local_files_only=repository.offline,
             )
         )
 

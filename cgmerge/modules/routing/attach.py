@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cgmerge.errors import Incompatible
 from cgmerge.modules.loading import LoadedBase
-from cgmerge.modules.routing.embed import embed
+from cgmerge.modules.routing.encoder import embed_by
 from cgmerge.modules.routing.family import Family, together
 from cgmerge.modules.routing.kernels import RowPlan
 from cgmerge.modules.routing.layer import (
@@ -95,7 +95,7 @@ class Routing:
             return self.router.weights(tasks or [None] * len(prompts))
         if isinstance(self.router, RetrievalRouter):
             with self.without():
-                return self.router.weights(embed(self.loaded, prompts))
+                return self.router.weights(embed_by(self.router.encoder, self.loaded, prompts))
         return None
 
     @contextmanager

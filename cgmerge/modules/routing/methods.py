@@ -172,8 +172,8 @@ _METHODS = (
         about=About(
             formula="w from cos(m(prompt) − c, μ_e − c): the top k, or a kernel with a threshold",
             paper="LoraRetriever, arXiv:2402.09997; TTMM, arXiv:2505.14136 for the kernel",
-            differs="the base's own mean hidden state, centred, instead of a sentence encoder;"
-            " weights are given beside the base, never merged into it",
+            differs="the base's own mean hidden state, centred, unless --set encoder=… names a"
+            " sentence encoder; weights are given beside the base, never merged into it",
             use_when="a prompt needs one skill, and its text tells which; servable by vLLM",
         ),
         params=RetrievalParams,

@@ -57,7 +57,14 @@ def _when(router: Router) -> str:
         said = f"Whoever asks names the task: {', '.join(sorted(router.table))}."
         return f"{said} Its weights differ between layers." if router.layers else said
     if isinstance(router, RetrievalRouter):
-        return "The prompt decides once, by its likeness to the examples of each expert."
+        said = "The prompt decides once, by its likeness to the examples of each expert"
+        own = router.encoder
+        if own is None:
+            return f"{said}."
+        return (
+            f"{said}, in the embedding of the sentence-transformers model `{own.name}`"
+            f" (sha256 `{own.sha256[:16]}`), which has to be there."
+        )
     return "Every token decides anew which experts speak."
 
 

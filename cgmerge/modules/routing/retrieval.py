@@ -1,9 +1,9 @@
-"""The experts whose examples resemble the prompt, in the base's own embedding.
+"""The experts whose examples resemble the prompt, in the base's own embedding or an encoder's.
 
-A prompt is the mean of the base's last hidden states. What all experts have in common, their mean,
-is taken out; and directions in which prompts of one and the same expert differ count less (a
-linear discriminant with a shrunk covariance). Without that, a few examples per expert say more
-about their words than about their kind.
+A prompt is the mean of the base's last hidden states, or what a sentence encoder makes of it. What
+all experts have in common, their mean, is taken out; and directions in which prompts of one and the
+same expert differ count less (a linear discriminant with a shrunk covariance). Without that, a few
+examples per expert say more about their words than about their kind.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from torch import Tensor
 from cgmerge.merge.engine import one_thread
 from cgmerge.merge.params import Checked, param
 from cgmerge.modules.routing.choice import LEAST, MOST, Choice
-from cgmerge.modules.routing.embed import embed
+from cgmerge.modules.routing.encoder import embed_by, open_encoder
 from cgmerge.modules.routing.fitting import FitInput, Fitted, TopK, of_experts
 from cgmerge.modules.routing.router import RetrievalRouter
 from cgmerge.modules.stats import frozen
@@ -46,6 +46,9 @@ class RetrievalParams(Checked):
     threshold: float = param(
         0.01, "kernel: smaller shares are dropped, but for the largest", low=0, high=0.5
     )
+    encoder: str = param(
+        "", "a sentence-transformers model in place of the base: a folder, or hf://user/repo"
+    )
 
 
 def make_retrieval(fit: FitInput) -> Fitted:
@@ -54,14 +57,17 @@ def make_retrieval(fit: FitInput) -> Fitted:
     Raises:
         UsageError: No base, or no examples.
         Incompatible: Examples that are no expert's, or an expert without.
+        CgmergeError: As `open_encoder`, where an encoder is named.
     """
     p = fit.params
     assert isinstance(p, RetrievalParams)
     examples = of_experts(fit.names, fit.given)
+    encoder = open_encoder(p.encoder) if p.encoder else None
     embedded = []
     with frozen(fit.base.model):
         for done, rows in enumerate(examples, 1):
-            embedded.append(embed(fit.base, [row.prompt_ids for row in rows]).cpu())
+            prompts = [row.prompt_ids for row in rows]
+            embedded.append(embed_by(encoder, fit.base, prompts).cpu())
             fit.report(done, len(examples))
     with one_thread():
         likeness = Likeness.of(embedded)
@@ -70,7 +76,7 @@ def make_retrieval(fit: FitInput) -> Fitted:
     choice = Choice(p.top_k.of(len(fit.names), warnings, default=_TOP_K), p.temperature)
     width = p.width if p.choose == "kernel" else None
     router = RetrievalRouter(
-        likeness.centroids, likeness.centre, likeness.noise, choice, width, p.threshold
+        likeness.centroids, likeness.centre, likeness.noise, choice, width, p.threshold, encoder
     )
     record = {
         "experts": [

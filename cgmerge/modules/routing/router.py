@@ -1,7 +1,7 @@
 """Routers: what decides how much each expert says, and on what the decision rests.
 
 - `TokenRouter` (Arrow, spectral, gates): every token, from the input of a module, layer or model.
-- `RetrievalRouter`: every sequence, from the base's own embedding of the prompt.
+- `RetrievalRouter`: every sequence, from an embedding of the prompt, by default the base's own.
 - `TaskRouter`: every sequence, from the name of its task.
 
 A router is plain tensors and settings; saving one is writing them, without any code.
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cgmerge.errors import Damaged, Incompatible, UsageError
 from cgmerge.modules.routing.choice import LEAST, MOST, Choice
+from cgmerge.modules.routing.encoder import Encoder
 from cgmerge.modules.routing.rule import TokenRule
 from cgmerge.modules.routing.scores import SCORERS
 from cgmerge.plain import exact
@@ -150,7 +151,7 @@ class SequenceRouter(Router):
 
 @dataclass(frozen=True)
 class RetrievalRouter(SequenceRouter):
-    """The experts whose examples resemble the prompt, in the base's own embedding.
+    """The experts whose examples resemble the prompt, in an embedding, by default the base's own.
 
     Attributes:
         centroids: Mean embedding of each expert's examples, minus `centre`, without `noise`, of
@@ -161,6 +162,7 @@ class RetrievalRouter(SequenceRouter):
         choice: Of the cosines; a small temperature makes it sharp.
         width: β of kernel weights exp(−(1 − cos)/β²); None for the softmax of `choice`.
         threshold: Kernel weights below this share are dropped.
+        encoder: What embeds the prompts; None for the base itself.
     """
 
     kind = "retrieval"
@@ -172,6 +174,7 @@ class RetrievalRouter(SequenceRouter):
     choice: Choice = field(default_factory=lambda: Choice(top_k=1))
     width: float | None = None
     threshold: float = 0.01
+    encoder: Encoder | None = None
 
     @property
     def single(self) -> bool:
@@ -206,8 +209,9 @@ class RetrievalRouter(SequenceRouter):
         return {"centroids": self.centroids, "centre": self.centre, **noise}
 
     def settings(self) -> dict[str, Any]:
-        """Return choice and kernel."""
-        return {
+        """Return choice and kernel, and the encoder where there is one."""
+        own = {} if self.encoder is None else {"encoder": self.encoder.as_dict()}
+        return own | {
             "top_k": self.choice.top_k,
             "temperature": self.choice.temperature,
             "width": self.width,
@@ -235,7 +239,10 @@ class RetrievalRouter(SequenceRouter):
         threshold = settings.get("threshold")
         if not isinstance(threshold, float) or not 0 <= threshold < 1:
             raise Damaged(f"a retrieval router with threshold {threshold!r}", code="router")
-        return cls(tensors["centroids"], tensors["centre"], noise, choice, width, threshold)
+        encoder = Encoder.of_record(settings.get("encoder"))
+        return cls(
+            tensors["centroids"], tensors["centre"], noise, choice, width, threshold, encoder
+        )
 
 
 @dataclass(frozen=True)

@@ -152,3 +152,18 @@ def test_the_base_is_left_as_it_was(place):
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_silent_mixture_is_the_base_to_the_bit(place):
+    loaded = ls.loaded_of(place)
+    examples = ls.support_of(place, loaded, "first", limit=2)
+    mixture, ids = Mixture(ls.plan_of(place, "e1", "e2").deltas), torch.tensor([[4, 8, 9, 7]])
+    with attach(loaded.model, mixture, examples) as problem, torch.no_grad():
+        mixture.set(torch.ones(problem.shape))
+        mixed = loaded.model(ids).logits
+        with mixture.without():
+            silent = loaded.model(ids).logits
+        assert torch.equal(loaded.model(ids).logits, mixed)
+    with torch.no_grad():
+        assert torch.equal(loaded.model(ids).logits, silent)
+    assert not torch.allclose(mixed, silent, atol=1e-2)
