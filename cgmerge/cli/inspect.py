@@ -45,7 +45,6 @@ def inspect(
     from cgmerge.modules.base import open_base
     from cgmerge.modules.builtin import builtin_base
     from cgmerge.modules.expert import COMPRESSED, compressed_file, is_adapter, open_expert
-    from cgmerge.modules.routing.files import is_routed
     from cgmerge.refs import local_place
 
     output = Output(as_json=as_json, quiet=quiet, verbose=verbose)
@@ -66,6 +65,8 @@ def inspect(
 
         inspect_file(file, opened, output)
         return
+    from cgmerge.modules.routing.files import is_routed  # with torch, which a .cge does not need
+
     if is_routed(folder):
         from cgmerge.cli.inspectrouted import inspect_routed
 

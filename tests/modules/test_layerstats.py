@@ -232,7 +232,7 @@ def test_the_command_collects_and_compose_uses(run, tiny, pair, tmp_path):
     words = ["stats", *experts, "--base", "tiny", "--kind", "layerwise", "--data"]
     code, _, err = run(*words, data[0])
     assert code == 2
-    assert "2 experts and 1 data files" in err
+    assert "2 experts and 1 data file" in err
     code, _, err = run(*words, *data, "-o", tmp_path / "one.safetensors")
     assert code == 2
     assert "one for each expert" in err

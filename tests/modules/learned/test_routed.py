@@ -78,8 +78,8 @@ def test_it_is_measured_as_it_would_be_composed(place, loaded, examples, name, p
     with routed(loaded, one.stacks, router) as routing, torch.no_grad():
         for i, row in enumerate(examples.rows):
             routing.route([row.prompt_ids])
-            (batch, _), = alone.parts([i])  # fmt: skip
-            loss, right = judged.row_losses(loaded.model, batch)
+            (part,) = alone.parts([i])
+            loss, right = judged.row_losses(loaded.model, part.batch)
             assert float(outcome.loss[i]) == pytest.approx(float(loss[0]), abs=1e-4)
             assert float(outcome.correct[i]) == float(right[0])
 
