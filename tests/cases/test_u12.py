@@ -1,19 +1,14 @@
 """U12: an evaluation that silently ignores the adapter."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+import tiny_model as tiny
 import torch
 
 from cgmerge.cli.app import main
 
-_spec = importlib.util.spec_from_file_location(
-    "tiny_model", Path(__file__).parents[1] / "evals" / "tiny_model.py"
-)
-tiny = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tiny)
 torch.set_num_threads(1)
 
 

@@ -1,12 +1,12 @@
 """`cgmerge eval` as a user calls it: exit codes, the JSON object, the table, the files."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import tiny_model as tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,11 +18,6 @@ from cgmerge.evals.record import load_record
 from cgmerge.evals.stats import wilson
 from cgmerge.evals.summary import summarise
 
-_spec = importlib.util.spec_from_file_location(
-    "tiny_model", Path(__file__).parents[1] / "evals" / "tiny_model.py"
-)
-tiny = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tiny)
 torch.set_num_threads(1)
 
 

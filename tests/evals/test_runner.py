@@ -1,10 +1,9 @@
 """Several models side by side: what is scored, what is refused, and the base stays the base."""
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+import tiny_model as tiny
 import torch
 
 from cgmerge.errors import Damaged, DataError, Incompatible, NotFound, UsageError
@@ -18,11 +17,6 @@ from cgmerge.modules.data import Example
 from cgmerge.modules.expert import open_expert
 from cgmerge.modules.loading import load_base
 
-_spec = importlib.util.spec_from_file_location(
-    "tiny_model", Path(__file__).with_name("tiny_model.py")
-)
-tiny = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tiny)
 torch.set_num_threads(1)
 
 

@@ -1,9 +1,7 @@
 """What the runner records for metrics of tokens, texts and choices, with a random tiny model."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+import tiny_model as tiny
 import torch
 
 from cgmerge.errors import DataError
@@ -16,11 +14,6 @@ from cgmerge.modules.base import open_base
 from cgmerge.modules.data import Example
 from cgmerge.modules.loading import load_base
 
-_spec = importlib.util.spec_from_file_location(
-    "tiny_model", Path(__file__).with_name("tiny_model.py")
-)
-tiny = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tiny)
 torch.set_num_threads(1)
 
 

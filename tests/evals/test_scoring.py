@@ -1,21 +1,13 @@
 """Teacher forcing against plain log-softmax, against generation, and against its own batches."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+import tiny_model as tiny
 import torch
 
 from cgmerge.errors import Damaged, UsageError
 from cgmerge.evals import scoring
 from cgmerge.evals.scoring import generate, position_limit, score
 from cgmerge.modules.data import Encoded, Example, encode_all
-
-_spec = importlib.util.spec_from_file_location(
-    "tiny_model", Path(__file__).with_name("tiny_model.py")
-)
-tiny = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tiny)
 
 END = 1
 torch.set_num_threads(1)

@@ -52,7 +52,7 @@ class GateParams(Checked):
     guide: float = param(
         0.0,
         "factor on -log of the weight of the expert whose example it is, where files are named"
-        " after experts; 0.1 makes single skills surer and mixed inputs worse",
+        " after experts; surer of single skills, and at times worse where one text needs two",
         low=0,
     )
     tolerance: float = param(0.01, "top_k=auto: nats per answer token that pruning may cost", low=0)

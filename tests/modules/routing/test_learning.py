@@ -62,6 +62,15 @@ def only(number):
     return found, TokenRouter(rules)
 
 
+def even():
+    """All experts, each with the same weight for every token."""
+    found = stacks(EXPERTS)
+    rules = {
+        p: TokenRule(Gate(rows=torch.zeros(3, s.a.shape[1])), Choice()) for p, s in found.items()
+    }
+    return found, TokenRouter(rules)
+
+
 def part_of(rows, skills=()):
     batch = make_batch(rows, torch.device("cpu"))
     return Part(batch, torch.ones(len(rows), dtype=torch.float64), list(skills))
@@ -228,10 +237,7 @@ def test_an_entropy_penalty_makes_few_experts_speak(base, taught):
 
 def test_entropy_is_that_of_real_tokens(base):
     """Even weights: ln 3, whatever the padding does."""
-    found = stacks(EXPERTS)
-    router = TokenRouter(
-        {p: TokenRule(Gate(rows=torch.zeros(3, s.a.shape[1])), Choice()) for p, s in found.items()}
-    )
+    found, router = even()
     part = part_of(rs.rows(3), ("sort", "nobody", "turn"))
     with (
         learning(base, found, router) as routing,
@@ -245,10 +251,7 @@ def test_entropy_is_that_of_real_tokens(base):
 
 def test_the_guide_is_the_owners_share_of_real_tokens(base):
     """Even weights: ln 3 for every token of a row that is an expert's, nothing for the others."""
-    found = stacks(EXPERTS)
-    router = TokenRouter(
-        {p: TokenRule(Gate(rows=torch.zeros(3, s.a.shape[1])), Choice()) for p, s in found.items()}
-    )
+    found, router = even()
     part = part_of(rs.rows(3), ("sort", "nobody", "turn"))
     tokens = part.batch.mask.sum(1).tolist()
     with (
