@@ -1,9 +1,9 @@
 """Back to rank r, with the error known exactly.
 
-`truncate` gives the best rank-r approximation of a low-rank delta through two thin QRs and an SVD
-of the small core (cost O((out + in)·R²), never a dense matrix). `truncate_dense` does it for a
-dense matrix whose row space is roughly known, by subspace iteration. Both return the error that
-was actually made, not an estimate.
+`truncate` gives the best rank-r approximation of a low-rank delta through two thin QRs and the
+small core between them (cost O((out + in)·R²), never a dense matrix; only the r directions kept
+are carried back). `truncate_dense` does it for a dense matrix whose row space is roughly known, by
+subspace iteration. Both return the error that was actually made, not an estimate.
 
 Source: the QR–SVD route is standard (Golub & Van Loan); randomized subspace iteration follows
 Halko, Martinsson & Tropp (arXiv:0909.4061), started from the experts' own row space instead of a
@@ -61,16 +61,31 @@ def truncate(delta: LowRank, rank: int) -> Truncated:
     out, into = delta.shape
     if delta.rank <= min(rank, out, into):
         return Truncated(delta, max(_norm_sq(delta), 0.0), 0.0)
-    q_b, r_b = torch.linalg.qr(delta.b)
-    q_a, r_a = torch.linalg.qr(delta.a.T)
-    core = r_b.double() @ r_a.double().T
-    left, values, right = torch.linalg.svd(core, full_matrices=False)
-    kept = min(rank, values.numel())
-    root = values[:kept].sqrt()
-    b = q_b @ (left[:, :kept] * root).to(q_b.dtype)
-    a = (root[:, None] * right[:kept]).to(q_a.dtype) @ q_a.T
-    squares = values.square()
-    return Truncated(LowRank(a, b), float(squares.sum()), float(squares[kept:].sum()))
+    if out < into:  # the side whose orthogonal factor is needed should be the short one
+        flipped = truncate(LowRank(delta.b.T, delta.a.T), rank)
+        turned = LowRank(flipped.delta.b.T.contiguous(), flipped.delta.a.T.contiguous())
+        return Truncated(turned, flipped.norm_sq, flipped.error_sq)
+    tall, wide = torch.geqrf(delta.b)[0], torch.geqrf(delta.a.T)
+    r_b, r_a = (packed[: delta.rank].triu().double() for packed in (tall, wide[0]))
+    core = r_b @ r_a.T
+    small = _decompose(core, min(rank, *core.shape))
+    # Rows √σ·vᵀ of core ≈ Σ σ·u·vᵀ; B·(R_aᵀ·v) is σ·u in the whole space, without the Q of B.
+    right = small.delta.a
+    values = right.square().sum(dim=1)
+    mix = r_a.T @ torch.where(values > 0, right.T / values, 0.0)
+    b = delta.b @ mix.to(delta.b.dtype)
+    a = _times_q(wide, right.T.to(delta.a.dtype)).T.contiguous()
+    cut = rank < min(core.shape)
+    return Truncated(LowRank(a, b), small.norm_sq, small.error_sq if cut else 0.0)
+
+
+def _times_q(reflectors: tuple[Tensor, Tensor], few: Float[Tensor, "k few"]) -> Tensor:
+    """Return Q @ few for the Q of a QR that is left as it was packed: forming Q would cost more."""
+    packed, tau = reflectors
+    k = tau.numel()
+    padded = packed.new_zeros(packed.shape[0], few.shape[1])
+    padded[:k] = few
+    return torch.ormqr(packed[:, :k], tau, padded)
 
 
 def main_rows(delta: LowRank, rank: int) -> Float[Tensor, "rank in"]:

@@ -1,5 +1,6 @@
 """expert.json: what an expert is, what it was made from, and the digests of its files."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -121,6 +122,11 @@ def read_card(folder: Path) -> ExpertCard | None:
 
 def package_versions() -> dict[str, str]:
     """Return the versions that shape results, for cards and records."""
+    return dict(_versions())
+
+
+@cache
+def _versions() -> dict[str, str]:
     from importlib.metadata import version
 
     from cgmerge._version import __version__
