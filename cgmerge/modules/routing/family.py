@@ -6,6 +6,7 @@ all its modules, and below them what their scorers multiply the input with.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,8 +21,30 @@ SPARSE_FROM = 3
 SPARSE_TOKENS = 256
 """…and at least so many tokens: below, finding out who goes where costs more than it saves."""
 
-Part = Tensor | tuple[Tensor, Tensor]
-"""Weighted A·x of one module, [..., Σr]; or chosen experts and their weights, [tokens, k]."""
+
+@dataclass(frozen=True, slots=True)
+class Few:
+    """Chosen experts of each token and their weights, [tokens, k], both."""
+
+    chosen: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class One:
+    """What the experts chosen for the only token have computed already.
+
+    Attributes:
+        chosen: Which they are, [k].
+        z: Their weighted A·x, [1, k·r].
+    """
+
+    chosen: Tensor
+    z: Tensor
+
+
+Part = Tensor | Few | One
+"""What one module needs: weighted A·x of all experts, [..., Σr], or less where few are chosen."""
 
 
 def together(first: tuple[Stack, TokenRule], second: tuple[Stack, TokenRule]) -> bool:
@@ -64,12 +87,10 @@ class Family:
         fits = rows is not None and rows.dtype == a.dtype and not self.learning
         self.matrix = torch.cat([a, rows]) if fits and rows is not None else None
         top_k = self.choice.top_k
-        self.sparse = (
-            top_k is not None
-            and self.joint.after is None
-            and self.joint.scorer.of_rows
-            and self.experts > SPARSE_FROM * top_k
-        )
+        choosing = top_k is not None and self.joint.after is None and self.joint.scorer.of_rows
+        self.sparse = choosing and self.experts > SPARSE_FROM * (top_k or 0)
+        self.single = choosing and self.experts > (top_k or 0) and self.stack.uniform is not None
+        self.starts = torch.arange(0, len(ranks), self.experts, device=a.device)[:, None]
         self._seen: tuple[Tensor, int] | None = None
         self._parts: list[Part | None] = []
 
@@ -93,8 +114,11 @@ class Family:
 
     def _decide(self, x: Tensor) -> Sequence[Part]:
         tokens = x.numel() // x.shape[-1]
-        if self.sparse and tokens >= SPARSE_TOKENS and not torch.is_grad_enabled():
-            return self._few(x)
+        if not torch.is_grad_enabled():
+            if self.single and tokens == 1:
+                return self._one(x)
+            if self.sparse and tokens >= SPARSE_TOKENS:
+                return self._few(x)
         # Tensors that are being learned change under the joint copy: join them anew.
         rule = self.rules[0].joined(self.rules[1:]) if self.learning else self.joint
         z, read = self._products(x, rule.scorer)
@@ -109,15 +133,29 @@ class Family:
 
     def _few(self, x: Tensor) -> Sequence[Part]:
         """Score only; each token's few experts compute the rest."""
+        chosen, weights = self._best(x)
+        k = chosen.shape[-1]
+        pairs = zip(chosen.unbind(-2), weights.unbind(-2), strict=True)
+        return [Few(one.reshape(-1, k), share.reshape(-1, k)) for one, share in pairs]
+
+    def _one(self, x: Tensor) -> Sequence[Part]:
+        """For one token reading the factors is what costs: read those of the chosen experts."""
+        chosen, weights = (part.reshape(len(self.sizes), -1) for part in self._best(x))
+        a, _ = self.stack.blocks
+        kept = a.index_select(0, (chosen + self.starts).flatten())
+        z = (kept.flatten(0, 1) @ x.flatten()).view(*chosen.shape, -1)
+        z = (z * weights.to(z.dtype)[..., None]).flatten(1)
+        return [One(*both) for both in zip(chosen, z[:, None], strict=True)]
+
+    def _best(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the chosen experts and their weights, [..., members, k]."""
         scorer = self.joint.scorer
         assert scorer.rows is not None
         scores = self._scores(x, x.to(scorer.rows.dtype) @ scorer.rows.T, scorer)
         chosen, weights = self.choice.best(scores)
         if self.watch is not None:
             self._tell(torch.zeros_like(scores).scatter(-1, chosen, weights))
-        k = chosen.shape[-1]
-        pairs = zip(chosen.unbind(-2), weights.unbind(-2), strict=True)
-        return [(one.reshape(-1, k), share.reshape(-1, k)) for one, share in pairs]
+        return chosen, weights
 
     def _products(self, x: Tensor, scorer: Scorer) -> tuple[Tensor, Tensor]:
         """Return A·x, and what the scorer reads."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cgmerge.errors import UsageError
 from cgmerge.modules.routing import kernels
-from cgmerge.modules.routing.family import Family
+from cgmerge.modules.routing.family import Family, One
 from cgmerge.modules.routing.stack import Stack
 
 
@@ -136,9 +136,11 @@ class TokenLinear(RoutedLinear):
         found = self.family.part(x, self.member)
         if isinstance(found, Tensor):
             return found, self.stack.b
-        chosen, weights = found
+        if isinstance(found, One):
+            return found.z, self.stack.blocks[1].index_select(0, found.chosen).flatten(0, 1).T
         flat = x.reshape(-1, x.shape[-1])
-        return kernels.sparse(flat, self.stack, chosen, weights).view(*x.shape[:-1], -1)
+        sent = kernels.sparse(flat, self.stack, found.chosen, found.weights)
+        return sent.view(*x.shape[:-1], -1)
 
 
 class SharedLinear(RoutedLinear):

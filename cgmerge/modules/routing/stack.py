@@ -53,7 +53,8 @@ class Stack:
             )
         return cls(
             torch.cat([delta.a for delta in present], dim=0),
-            torch.cat([delta.b for delta in present], dim=1),
+            # In memory B_allᵀ: what one expert's columns hold lies together (see `blocks`).
+            torch.cat([delta.b.T for delta in present], dim=0).T,
             tuple(0 if delta is None else delta.rank for delta in deltas),
         )
 
@@ -82,6 +83,14 @@ class Stack:
     def uniform(self) -> int | None:
         """Return the rank that all experts have here; None where they differ."""
         return self.ranks[0] if len(set(self.ranks)) == 1 else None
+
+    @cached_property
+    def blocks(self) -> tuple[Tensor, Tensor]:
+        """Return A and Bᵀ by expert, [experts, rank, in] and [experts, rank, out].
+
+        Only where all experts have one rank.
+        """
+        return self.a.unflatten(0, (self.experts, -1)), self.b.T.unflatten(0, (self.experts, -1))
 
     def delta(self, expert: int) -> LowRank:
         """Return one expert's delta; of rank 0 where it leaves the module alone."""

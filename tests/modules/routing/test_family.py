@@ -82,16 +82,41 @@ def test_many_tokens_and_few_experts_give_the_same(ranks):
     assert family.sparse
     with torch.no_grad():
         for number, (stack, rule) in enumerate(group):
-            chosen, weights = family.part(x, number)
-            few = sparse(x, stack, chosen, weights)
-            assert torch.allclose(few, alone((stack, rule), x) @ stack.b.T, atol=1e-5)
+            few = family.part(x, number)
+            found = sparse(x, stack, few.chosen, few.weights)
+            assert torch.allclose(found, alone((stack, rule), x) @ stack.b.T, atol=1e-5)
             assert isinstance(family.part(x[:3], number), torch.Tensor)
     assert isinstance(family.part(x, 0), torch.Tensor)  # with gradients: all experts at once
 
 
+@pytest.mark.parametrize("shape", [(INTO,), (1, INTO), (1, 1, INTO)])
+@pytest.mark.parametrize("gate", [False, True])
+def test_one_token_reads_the_factors_of_its_experts_only(shape, gate):
+    group = members(3, experts=5, ranks=(2,), choice=Choice(2), gate=gate)
+    family = Family(group)
+    with torch.no_grad():
+        for seed in range(5):
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+            for number, (stack, rule) in enumerate(group):
+                one = family.part(x, number)
+                weights = rule.choice.weights(rule.scorer.scores(x, x @ rule.scorer.rows.T))
+                assert sorted(one.chosen.tolist()) == weights.flatten().nonzero().flatten().tolist()
+                assert one.z.shape == (1, 4)
+                chosen_b = stack.blocks[1][one.chosen].flatten(0, 1)
+                whole = alone((stack, rule), x) @ stack.b.T
+                assert torch.allclose((one.z @ chosen_b).view(whole.shape), whole, atol=1e-5)
+
+
+def test_one_token_of_experts_of_different_ranks_weighs_all():
+    group = members(2, experts=5, ranks=(2, 1), choice=Choice(2))
+    with torch.no_grad():
+        x = torch.randn(1, INTO)
+        assert torch.allclose(Family(group).part(x, 1), alone(group[1], x), atol=1e-5)
+
+
 def test_who_watches_sees_the_weights_of_every_module():
-    for tokens in (2, SPARSE_TOKENS):
-        group, seen = members(2, experts=8), {}
+    for tokens, ranks in ((2, (2, 1, 3)), (1, (2,)), (SPARSE_TOKENS, (2, 1, 3))):
+        group, seen = members(2, experts=8, ranks=ranks), {}
         with torch.no_grad():
             Family(group, seen.__setitem__).part(torch.randn(tokens, INTO), 0)
         assert sorted(seen) == [0, 1]

@@ -136,6 +136,18 @@ def test_stack_knows_who_is_where():
     assert (stack.uniform, stack_of((2, 2))[0].uniform) == (None, 2)
 
 
+def test_blocks_are_the_experts_factors_without_a_copy():
+    stack, deltas = stack_of((2, 2, 2))
+    a, b = stack.blocks
+    for number, delta in enumerate(deltas):
+        assert torch.equal(a[number], delta.a)
+        assert torch.equal(b[number], delta.b.T)
+    assert a.data_ptr() == stack.a.data_ptr()
+    assert b.data_ptr() == stack.b.data_ptr()
+    half = stack.to(torch.device("cpu"), torch.bfloat16)
+    assert half.blocks[1].data_ptr() == half.b.data_ptr()
+
+
 def test_modules_of_any_expert_are_stacked():
     found = stacks([expert({"a": (2, 3)}, 1), expert({"b": (2, 2), "a": (2, 3)}, 2)])
     assert {path: stack.ranks for path, stack in found.items()} == {"a": (1, 2), "b": (0, 2)}
