@@ -100,6 +100,28 @@ def test_a_moved_folder_keeps_its_results(trained, run, monkeypatch):
     assert cases.done(run("run", "moved/p.yml", "--json"))["done"] == []
 
 
+def test_compressed_experts_can_be_composed(trained, run):
+    text = (trained / "p.yml").read_text().replace("compose:", (
+        "compress: [{mode: ternary, density: 0.5}]\n"
+        "compose:\n  - {name: small, method: linear, experts: 'cge-*'}\n"
+        "  - {name: one, method: linear, experts: ['*', cge-up]}"
+    ))  # fmt: skip
+    (trained / "p.yml").write_text(text)
+    plan = {s["name"]: s for s in cases.done(run("run", "p.yml", "--dry-run", "--json"))["steps"]}
+    small, one, ties = (
+        [word for word in plan[f"compose-{name}"]["command"].split() if "study/" in word][:-1]
+        for name in ("small", "one", "ties-density0.2")
+    )
+    names = [[word.rsplit("study/", 1)[1] for word in words] for words in (small, one, ties)]
+    assert names[0] == ["compressed/up.cge", "compressed/back.cge"]
+    assert names[1] == ["experts/up", "experts/back", "compressed/up.cge"]
+    assert names[2] == ["experts/up", "experts/back"]
+    found = cases.done(run("run", "p.yml", "--only", "*up", "--only", "*back",
+                           "--only", "compose-small", "--json"))  # fmt: skip
+    assert "compose-small" in found["done"]
+    assert (trained / "study/composed/small/adapter_model.safetensors").exists()
+
+
 def test_processes_give_the_same(trained, run):
     here = cases.done(run("run", "p.yml", "--json"))
     text = (trained / "p.yml").read_text().replace("out: study", "out: other")

@@ -15,6 +15,9 @@ from cgmerge.evals.pipeline.config import Files, Options, Pipeline
 from cgmerge.shown import some_of
 from cgmerge.tensorfile import file_sha256
 
+_SMALL = "cge-"
+"""Begins the names of compressed experts."""
+
 KINDS = ("train", "compress", "compose", "eval", "report")
 
 
@@ -57,8 +60,9 @@ def plan_steps(pipeline: Pipeline, known: Mapping[str, Mapping[str, bool]]) -> l
     maker = _Maker(pipeline, known)
     steps = [*maker.training()]
     experts = maker.experts(steps)
-    steps += maker.compressed(experts)
-    steps += maker.composed(experts)
+    small = list(maker.compressed(experts))
+    steps += small
+    steps += maker.composed(experts, maker.experts(small, named=False))
     if pipeline.evaluation:
         steps += maker.evaluated(steps)
     if pipeline.report:
@@ -96,9 +100,10 @@ class _Maker:
             launcher = tuple(self.pipeline.launcher)
             yield Step(f"train-{skill}", "train", words, out, files, (), {}, launcher)
 
-    def experts(self, trained: Sequence[Step]) -> dict[str, _Expert]:
-        found = {step.out.name: _Expert(str(step.out), step.name) for step in trained}
-        for name, ref in self.pipeline.experts.items():
+    def experts(self, makers: Sequence[Step], *, named: bool = True) -> dict[str, _Expert]:
+        """Return what steps make by its name in tables, and the file's own experts if wanted."""
+        found = {_target(step): _Expert(str(step.out), step.name) for step in makers}
+        for name, ref in self.pipeline.experts.items() if named else ():
             there = (Path(ref),) if "://" not in ref else ()
             found[name] = _Expert(ref, None, there)
         return found
@@ -116,14 +121,16 @@ class _Maker:
                     after = (expert.made_by,) if expert.made_by else ()
                     yield Step(f"compress-{title}", "compress", words, out, inputs, after, chosen)
 
-    def composed(self, experts: Mapping[str, _Expert]) -> Iterator[Step]:
+    def composed(
+        self, experts: Mapping[str, _Expert], small: Mapping[str, _Expert]
+    ) -> Iterator[Step]:
         for place, entry in enumerate(self.pipeline.compose):
             given = entry.get("name")
             for options, chosen in _grid({k: v for k, v in entry.items() if k != "name"}):
                 parts = [str(given or options.get("method", "ties")), _label(chosen)]
                 title = "-".join(filter(None, parts))
                 out = self.pipeline.out / "composed" / title
-                some = self._chosen(experts, options)
+                some = self._chosen(experts, options, small)
                 own, files = self._words("compose", options, f"compose[{place}]")
                 refs = [expert.path for expert in some.values()]
                 words = ("compose", *refs, "--base", self.pipeline.base, *own, "-o", str(out))
@@ -164,18 +171,31 @@ class _Maker:
         words = ("report", *(str(step.out) for step in scores), "-o", str(out))
         return Step("report", "report", words, out, (), tuple(s.name for s in scores), {})
 
-    def _chosen(self, experts: Mapping[str, _Expert], options: Options) -> dict[str, _Expert]:
-        """Return the experts that an entry names, by patterns; default all."""
+    def _chosen(
+        self,
+        experts: Mapping[str, _Expert],
+        options: Options,
+        small: Mapping[str, _Expert] | None = None,
+    ) -> dict[str, _Expert]:
+        """Return the experts that an entry names, by patterns; default all.
+
+        Args:
+            experts: Those that patterns are about.
+            options: Of the entry.
+            small: Compressed ones, for patterns that begin as their names do: `*` is every
+                expert once.
+        """
         wanted = options.get("experts", "*")
         patterns = [str(item) for item in (wanted if isinstance(wanted, list) else [wanted])]
         found: dict[str, _Expert] = {}
         for pattern in patterns:
-            hits = {name: one for name, one in experts.items() if fnmatchcase(name, pattern)}
+            known = small if small and pattern.startswith(_SMALL) else experts
+            hits = {name: one for name, one in known.items() if fnmatchcase(name, pattern)}
             if not hits:
                 raise UsageError(
                     f"{self.pipeline.path}: no expert is called {pattern!r}",
                     code="pipeline",
-                    hint=f"there are {some_of(experts, 10)}",
+                    hint=f"there are {some_of([*experts, *(small or ())], 10)}",
                 )
             found |= hits
         return found
@@ -256,7 +276,8 @@ def _label(chosen: Mapping[str, Any]) -> str:
 
 def _target(step: Step) -> str:
     """Name what a step made in tables: experts as they are called, files by what they are."""
-    return step.name.removeprefix("train-").removeprefix("compose-").replace("compress-", "cge-", 1)
+    kind, _, name = step.name.partition("-")
+    return _SMALL + name if kind == "compress" else name
 
 
 def _there(place: str) -> tuple[Path, ...]:
