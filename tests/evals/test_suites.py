@@ -76,6 +76,30 @@ def test_all_rows_of_a_small_modulus_can_be_had():
         make("arithmetic", "iid", modulus=3, count=82)
 
 
+def test_the_grid_keeps_every_cell_off_the_diagonal_for_the_test():
+    experts = {skill: make("grid", skill, seed=5) for skill in chains.NEW}
+    unseen = make("grid", "unseen", seed=5)
+    own = {skill: {row["skill"] for row in parts.test} for skill, parts in experts.items()}
+    assert all(len(cells) == 1 for cells in own.values())
+    alphabets = {skill: next(iter(cells)).split("-")[1] for skill, cells in own.items()}
+    assert sorted("".join(alphabets.values())) == sorted(chains.LETTERS)
+    assert {row["skill"] for row in unseen.test} == {
+        f"{skill}-{other}" for skill, mine in alphabets.items()
+        for other in alphabets.values() if other != mine
+    }  # fmt: skip
+    for skill, parts in experts.items():
+        assert {row["skill"] for row in parts.validation} == own[skill]
+        shown = [row for row in parts.train if row["skill"] == next(iter(own[skill]))]
+        replayed = [row for row in parts.train if set(row["skill"].split()) <= set(chains.BASE)]
+        assert len(shown) + len(replayed) == len(parts.train)
+        assert len(replayed) / len(parts.train) == pytest.approx(0.4, abs=0.002)
+        # 3 letters, lists of 3 to 5: 27 + 81 + 243, each in one split for ever.
+        assert len(shown) + len(parts.validation) + len(parts.test) == 351
+    row = unseen.test[0]
+    names, letters = row["prompt"].removesuffix(" =").split(" : ")
+    assert row["completion"].split() == chains.apply([names], letters.split())
+
+
 def test_chains_and_domains_hold_out_what_no_expert_saw():
     parts = make("chains", "pairs", count=600)
     new = set(chains.NEW)

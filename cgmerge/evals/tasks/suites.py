@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cgmerge.errors import UsageError
-from cgmerge.evals.tasks import arithmetic, chains, domains, pcfgsplits, published, scan
+from cgmerge.evals.tasks import arithmetic, chains, domains, grid, pcfgsplits, published, scan
 from cgmerge.evals.tasks.parts import Parts, Record, carve, shrink
 from cgmerge.nearest import nearest
 
@@ -178,6 +178,10 @@ def _domains(wanted: Wanted) -> Parts:
     return _shrunk(Parts(rows["train"], rows["validation"], rows["test"]), wanted)
 
 
+def _grid(wanted: Wanted) -> Parts:
+    return _shrunk(grid.make(wanted.split, wanted.seed, wanted.rng("grid")), wanted)
+
+
 def _split_up(count: int, parts: int) -> list[int]:
     return [count // parts + (place < count % parts) for place in range(parts)]
 
@@ -220,6 +224,11 @@ SUITES = {
         Suite(
             "domains", "letters replaced by rules of their domains, which a list may mix",
             _DOMAIN_SPLITS, "1,404 lists of one domain; 200 + 1,000 mixed", "own", _OWN, _domains,
+        ),
+        Suite(
+            "grid", "string edits by alphabets: experts know the diagonal, the test is the rest",
+            grid.SPLITS, "about 470 of one cell; 1,870 and 422 unseen",
+            "own, after Tam et al. 2024", _OWN, _grid,
         ),
         Suite(
             "cogs", "English sentences as logical forms",
