@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Waiting threads give their core to others: on a busy machine spinning ones are many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint types bench bench-merge bench-codec bench-compress bench-route tiny-route real-route real real-compress real-methods methods base kills fuzz docs wheel clean setup
+.PHONY: demo test lint types bench bench-merge bench-codec bench-compress bench-route tiny-route real-route tiny-study real-study real real-compress real-methods methods base kills fuzz docs wheel clean setup
 
 setup: $(STAMP)
 
@@ -50,6 +50,12 @@ tiny-route: $(STAMP)  ## merging, learned coefficients and routing on the embedd
 
 real-route: $(STAMP) $(VENV)/.smollm2  ## the same on what `make real` left (tens of minutes)
 	$(BIN)/python benchmarks/route_study.py real --from cgmerge-real --out cgmerge-routes
+
+tiny-study: $(STAMP)  ## cross-task and unseen combinations on the embedded base, 5 seeds
+	$(BIN)/python benchmarks/study.py tiny --out cgmerge-study
+
+real-study: $(STAMP) $(VENV)/.smollm2  ## the same on what `make real` left, and on published data: PUBLIC=PCFG's folder
+	$(BIN)/python benchmarks/study.py real --from cgmerge-real --public $(PUBLIC) --out cgmerge-study
 
 real-compress: $(STAMP) $(VENV)/.smollm2  ## size against kept gain on what `make real` left
 	$(BIN)/python benchmarks/compress_study.py real --from cgmerge-real --ratios 8,16,24

@@ -22,15 +22,13 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
+from pooled import groups_of, markdown, plot, table
+
 from cgmerge import fs
 from cgmerge.cli import app
-from cgmerge.evals.report.charts import Dot, scatter
-from cgmerge.evals.stats import wilson
-from cgmerge.evals.summary import GroupScore
 from cgmerge.evals.tasks import domains
 
 RESULTS = Path(__file__).parent / "results"
@@ -201,46 +199,6 @@ def measure(
     ]
 
 
-def table(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Pool the seeds: share right with a Wilson interval, and the range over seeds."""
-    names = list(dict.fromkeys(row["target"] for run in runs for row in run))
-    groups = list(dict.fromkeys(row["group"] for run in runs for row in run))
-    found = []
-    for name in names:
-        line: dict[str, Any] = {"target": name}
-        for group in groups:
-            mine = [r for run in runs for r in run if (r["target"], r["group"]) == (name, group)]
-            right, n = sum(r["right"] for r in mine), sum(r["n"] for r in mine)
-            if not n:
-                continue
-            span = wilson(right, n)
-            shares = [r["right"] / r["n"] for r in mine]
-            line[group] = {
-                "score": right / n, "n": n, "low": span.low, "high": span.high, "seeds": shares,
-            }  # fmt: skip
-            line["cpu_seconds"] = max((r.get("cpu_seconds", 0.0) for r in mine), default=0.0)
-        found.append(line)
-    return found
-
-
-def show(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table as Markdown."""
-    groups = [key for key in lines[0] if key not in ("target", "cpu_seconds")]
-    head = ["composition", *groups, "CPU s to make"]
-    rows = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
-    for line in lines:
-        cells = []
-        for group in groups:
-            cell = line[group]
-            cells.append(f"{cell['score']:.2f} [{cell['low']:.2f}, {cell['high']:.2f}]")
-        seconds = line["cpu_seconds"]
-        rows.append(f"| {line['target']} | {' | '.join(cells)} | {seconds or ''} |")
-    return "\n".join(rows)
-
-
-_STYLE = """svg{font:12px sans-serif;fill:#333} .grid{stroke:#e4e4e4} .diag{stroke:#bbb;
-stroke-dasharray:4 3} .whisk{stroke:#999} .num{font-weight:bold} .merge{fill:#888}
-.learned{fill:#d1813f} .router{fill:#1b6ca8} .none{fill:#333}"""
 _KINDS = {
     "none": ("base", "expert"),
     "merge": ("average", "task arithmetic", "ties"),
@@ -248,28 +206,9 @@ _KINDS = {
 }
 
 
-def plot(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the first group of inputs against the second, with 95 % intervals and a legend."""
-    x_name, y_name = [key for key in lines[0] if key not in ("target", "cpu_seconds")][:2]
-    dots, legend = [], []
-    for number, line in enumerate(lines, 1):
-        name = str(line["target"])
-        kind = next((k for k, words in _KINDS.items() if name.startswith(words)), "router")
-        x, y = (
-            GroupScore(c["score"], round(c["score"] * c["n"]), c["n"], c["low"], c["high"])
-            for c in (line[x_name], line[y_name])
-        )
-        dots.append(Dot(number, name, kind, x, y))
-        at = f'x="392" y="{10 + 15 * number}"'
-        legend.append(f'<text {at} class="{kind}">{number}  {escape(name)}</text>')
-    height = max(340, 30 + 15 * len(dots))
-    chart = scatter(dots, f"{x_name} inputs, share right", f"{y_name} inputs, share right")
-    placed = chart.replace("<svg ", '<svg x="0" y="0" width="360" height="330" ', 1)
-    path.write_text(
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="600" height="{height}">'
-        f'<style>{_STYLE}</style><rect width="600" height="{height}" fill="white"/>'
-        f"{placed}{''.join(legend)}</svg>\n"
-    )
+def kind_of(name: str) -> str:
+    """Return what a composition is, for the colour of its dot."""
+    return next((k for k, words in _KINDS.items() if name.startswith(words)), "router")
 
 
 def main() -> None:
@@ -297,8 +236,10 @@ def main() -> None:
     place = RESULTS / f"route_{options.study}.json"
     record = {"study": options.study, "seeds": len(runs), "results": lines}
     fs.replace_file(place, (json.dumps(record, indent=2) + "\n").encode())
-    plot(lines, place.with_suffix(".svg"))
-    print(show(lines))
+    axes = (groups_of(lines)[0], groups_of(lines)[1])
+    titles = (f"{axes[0]} inputs, share right", f"{axes[1]} inputs, share right")
+    plot(lines, place.with_suffix(".svg"), axes, titles, kind_of)
+    print(markdown(lines))
     print(f"wrote {place}")
 
 

@@ -159,7 +159,7 @@ def run_demo(out: Path, *, seed: int, steps: int, voice: Voice) -> DemoResult:
     from cgmerge.modules.loading import load_base
 
     voice.stage("data")
-    data = _write_data(out / "data", seed)
+    data = write_data(out / "data", seed)
     voice.stage("train")
     for skill in SKILLS:
         with voice.training(skill, steps) as advance:
@@ -188,7 +188,7 @@ def run_demo(out: Path, *, seed: int, steps: int, voice: Voice) -> DemoResult:
     return DemoResult(out, evaluation, validation, chosen, recommended, checks)
 
 
-def _write_data(folder: Path, seed: int) -> Path:
+def write_data(folder: Path, seed: int) -> Path:
     """Write training, validation and test files of every skill and group."""
     for number, skill in enumerate(SKILLS):
         rng = random.Random(f"{seed} train {skill} {number}")

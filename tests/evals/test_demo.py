@@ -45,7 +45,7 @@ def test_demo_leaves_what_it_promises(run, tmp_path):
 
 
 def test_training_data_holds_no_test_prompt_and_no_pair_of_skills(tmp_path):
-    folder = demo._write_data(tmp_path, 0)
+    folder = demo.write_data(tmp_path, 0)
     held_out = set()
     for path in folder.glob("*.test.jsonl"):
         held_out |= {json.loads(line)["prompt"] for line in path.read_text().splitlines()}
