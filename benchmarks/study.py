@@ -155,9 +155,16 @@ def settings(seed: int, steps: int, train: Mapping[str, str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+class _Plain(yaml.SafeDumper):
+    """Writes repeated lists out: a pipeline's file has no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        return True
+
+
 def write_pipeline(folder: Path, content: Mapping[str, Any]) -> Path:
     path = folder / "pipeline.yml"
-    text = yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True)
+    text = yaml.dump(dict(content), Dumper=_Plain, sort_keys=False, allow_unicode=True)
     fs.replace_file(path, text.encode())
     return path
 
