@@ -1,6 +1,7 @@
 """The executor for Ray against a stand-in: what it asks for, and what becomes of lost workers."""
 
 import os
+import socket
 import sys
 from concurrent.futures import Future
 from types import ModuleType, SimpleNamespace
@@ -51,11 +52,19 @@ class StandIn(ModuleType):
         self.down += 1
 
 
+def there(place, _patience):
+    """Somebody answers at `head`, and nowhere else."""
+    if place != ("head", 6379):
+        raise ConnectionRefusedError(111, "Connection refused")
+    return SimpleNamespace(close=lambda: None)
+
+
 @pytest.fixture
 def ray(monkeypatch):
     def use(**options):
         made = StandIn(**options)
         monkeypatch.setitem(sys.modules, "ray", made)
+        monkeypatch.setattr(socket, "create_connection", there)
         monkeypatch.setenv("RAY_ADDRESS", "elsewhere:1")
         monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "as before")
         monkeypatch.delenv("RAY_USAGE_STATS_ENABLED")
@@ -123,11 +132,22 @@ def test_what_is_no_loss_is_raised(ray):
 def test_no_cluster_is_named(ray, kind):
     ray(refuse=kind("Could not find any running Ray instance.\nmore"))
     with pytest.raises(EnvironmentProblem) as error:
-        cluster.Ray("nowhere:1", 2)
+        cluster.Ray("head:6379", 2)
     assert error.value.code == "environment.ray"
     assert error.value.exit_code == 4
-    assert "at nowhere:1: Could not find any running Ray instance." in error.value.message
+    assert "at head:6379: Could not find any running Ray instance." in error.value.message
     assert "more" not in error.value.message.splitlines()
+
+
+@pytest.mark.parametrize("address", ["nowhere:6379", "ray://head:10001"])
+def test_where_nobody_answers_ray_is_not_asked(ray, address):
+    made = ray()
+    with pytest.raises(EnvironmentProblem, match="Connection refused") as error:
+        cluster.Ray(address, 2)
+    assert error.value.details["found"] == address
+    assert made.inits == []
+    cluster.Ray("auto", 2)  # Ray looks itself
+    assert [address for address, _ in made.inits] == ["auto"]
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch):

@@ -1,6 +1,7 @@
 """The executor that hands steps to a cluster of Ray; the only file that imports it."""
 
 import os
+import socket
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,6 +12,8 @@ from cgmerge.evals.pipeline.run import Outcome, run_command
 
 _LOST = 70
 """Exit code of a step that Ray could not run, or whose worker was lost."""
+_PATIENCE = 10.0
+"""Seconds."""
 
 
 class Ray:
@@ -41,13 +44,15 @@ class Ray:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         here = {} if address else {"num_cpus": workers, "include_dashboard": False}
         try:
+            _check_there(address)
             # `local` where RAY_ADDRESS names a cluster that nobody asked for.
             ray.init(address or "local", logging_level="error", log_to_driver=False, **here)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise EnvironmentProblem(
                 f"there is no Ray cluster at {address or 'this machine'}: {_first_line(error)}",
                 code="ray",
-                hint="see: ray status --address ADDRESS; leave --address out for a cluster here",
+                hint="see: ray status --address ADDRESS; a cluster with tokens needs the same"
+                " RAY_AUTH_MODE=token here; leave --address out for a cluster of this machine",
                 found=address,
             ) from error
         self.ray: Any = ray
@@ -76,6 +81,17 @@ class Ray:
     def close(self) -> None:
         """Leave the cluster; one that was started here ends, and with it what still runs."""
         self.ray.shutdown()
+
+
+def _check_there(address: str | None) -> None:
+    """Look for somebody at `HOST:PORT`: where nobody is, Ray ends the whole process a minute later.
+
+    Raises:
+        OSError: Nobody answers.
+    """
+    host, _, port = (address or "").rpartition("://")[2].rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), _PATIENCE).close()
 
 
 def _first_line(error: BaseException) -> str:
