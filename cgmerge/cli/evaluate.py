@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from cgmerge.evals.suite import SkillSet
     from cgmerge.evals.targets import Target
     from cgmerge.modules.base import Base
+    from cgmerge.modules.loading import LoadedBase
 
 SCHEMA = "cgmerge.eval/1"
 
@@ -35,11 +37,28 @@ def evaluate(
     *,
     base: options.BaseRef,
     data: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             "--data", metavar="[NAME=]FILE...", help="Data files; each is a skill, named after it"
         ),
-    ],
+    ] = None,
+    lm_eval: Annotated[
+        str | None,
+        typer.Option(
+            "--lm-eval",
+            metavar="FOLDER|TASKS",
+            help="Instead of data: tasks of lm-evaluation-harness, from a folder of task files"
+            " or by name (a,b)",
+        ),
+    ] = None,
+    lm_eval_metric: Annotated[
+        str | None,
+        typer.Option(
+            "--lm-eval-metric",
+            metavar="NAME[,FILTER]",
+            help="Which of the tasks' metrics is the score [default: the first that fits]",
+        ),
+    ] = None,
     targets: Annotated[
         list[str] | None,
         typer.Argument(
@@ -129,18 +148,25 @@ def evaluate(
       cgmerge eval ties=merged sum=other --base BASE --data test.jsonl --compare-to sum
 
       cgmerge eval merged --base BASE --data test.jsonl --min 0.9
+
+      cgmerge eval merged --base BASE --lm-eval my-tasks -o record.json
     """
-    from cgmerge.evals.columns import check_metric
-    from cgmerge.evals.metrics import metric_of
+    from cgmerge.cli.lmeval import Options, harness_request
+    from cgmerge.evals.metrics import METRICS, metric_of
     from cgmerge.evals.record import check_out
     from cgmerge.evals.runner import Settings
-    from cgmerge.evals.suite import questions, read_skills, split_name
-    from cgmerge.evals.targets import LoadOptions, check_tasks, open_targets
+    from cgmerge.evals.suite import split_name
+    from cgmerge.evals.targets import LoadOptions
     from cgmerge.inputs import refuse_inputs
     from cgmerge.modules.base import open_base
     from cgmerge.refs import expanded
 
-    info = metric_of(metric)
+    unused = {
+        "--data": data, "--metric": metric != "exact", "--generate": generate, "--by": by,
+        "--max-new-tokens": max_new_tokens, "--validation": validation,
+    }  # fmt: skip
+    request = harness_request(Options(lm_eval, lm_eval_metric), unused)
+    info = METRICS["lm_eval"] if request else metric_of(metric)
     _check_least(least, info)
     output = Output(as_json=as_json, quiet=quiet, verbose=verbose)
     settings = Settings(
@@ -160,25 +186,21 @@ def evaluate(
     if no_base and not targets:
         raise UsageError("nothing is left to evaluate", code="targets", hint="name a target")
     if out is not None:
-        places = [
-            expanded(split_name(spec)[1]) for spec in (*data, *(validation or []), *(targets or []))
-        ]
+        files = [*(data or []), *(validation or []), *(targets or [])]
+        files += [lm_eval] if lm_eval else []
+        places = [expanded(split_name(spec)[1]) for spec in files]
         there = [place for place in places if os.path.exists(place)]  # noqa: PTH110 (odd names)
         check_out(out, overwrite=overwrite, inputs=there)
     opened = open_base(base)
     if out is not None:
         refuse_inputs(out, [opened.folder])
-    skills = read_skills(data, limit=limit)
-    check_metric(questions(skills, settings.by), info.name)
-    picks = _Picks(read_skills(validation) if validation else [], oracle)
-    found = open_targets(targets or [], opened, force_base=force_base)
-    picks.check(found, skills, settings)
-    _say_what(opened, found, skills, output)
-    check_tasks(found, [skill.name for skill in skills])
-    if dry_run:
-        _finish_dry_run(opened, found, skills, output)
+    call = Call(opened, tuple(targets or ()), settings, force_base, dry_run, output)
+    if request:
+        evaluation = request.evaluate(call, oracle=oracle)
+    else:
+        evaluation = _evaluate_data(call, data or [], validation or [], oracle)
+    if evaluation is None:
         return
-    evaluation = _measure(opened, found, skills, (settings, picks), output)
     record = evaluation.record
     if out is not None:
         from cgmerge.evals.record import write_record
@@ -186,6 +208,103 @@ def evaluate(
         record = write_record(out, evaluation, overwrite=overwrite)
     if not _tell(record, evaluation, out, least, output):
         raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is evaluated, and how.
+
+    Attributes:
+        base: Opened.
+        targets: As written.
+        settings: How to evaluate.
+        force_base: Accept adapters of another base.
+        dry_run: Stop before the work.
+        output: Where to speak.
+    """
+
+    base: "Base"
+    targets: tuple[str, ...]
+    settings: "Settings"
+    force_base: bool
+    dry_run: bool
+    output: Output
+
+    def open(self) -> "list[Target]":
+        """Open the targets and check them."""
+        from cgmerge.evals.targets import open_targets
+
+        return open_targets(self.targets, self.base, force_base=self.force_base)
+
+    def load(self) -> "LoadedBase":
+        """Bring the base into memory."""
+        from cgmerge.modules.loading import load_base
+
+        loading = self.settings.loading
+        loaded = load_base(
+            self.base,
+            device=loading.device,
+            dtype=loading.dtype,
+            load_in_4bit=loading.load_in_4bit,
+        )
+        kind = str(loaded.model.dtype).removeprefix("torch.")
+        self.output.detail("device", f"{loaded.model.device}, {kind}")
+        return loaded
+
+    def say(self, targets: "list[Target]", skills: Sequence[tuple[str, int | None, str]]) -> None:
+        """Say what will be evaluated: of skills the name, the number of items and the source."""
+        say = self.output.line
+        say("base", f"{self.base.ref}  {self.base.fingerprint}")
+        for target in targets:
+            say("target", f"{target.name}  {target.kind}  sha256 {target.digest[:12]}")
+        for name, count, source in skills:
+            items = "" if count is None else f"{counted(count, 'item')} "
+            say("skill", f"{name}  {items}from {source}")
+
+    def finish_dry_run(
+        self, targets: "list[Target]", skills: Sequence[tuple[str, int | None, str]]
+    ) -> None:
+        """Tell what would have been evaluated."""
+        for target in targets:
+            for warning in target.warnings:
+                self.output.warn(warning)
+        self.output.line("ok", "nothing evaluated, nothing written (dry run)")
+        self.output.result(
+            SCHEMA,
+            {
+                "results": [],
+                "items": None,
+                "dry_run": True,
+                "base": {"name": self.base.ref, "fingerprint": self.base.fingerprint},
+                "targets": [
+                    {"name": one.name, "kind": one.kind, "digest": one.digest} for one in targets
+                ],
+                "skills": [{"name": name, "n": count} for name, count, _ in skills],
+            },
+        )
+
+
+def _evaluate_data(
+    call: Call, data: list[str], validation: list[str], oracle: bool
+) -> "Evaluation | None":
+    """Score targets on data files; None after a dry run."""
+    from cgmerge.evals.columns import check_metric
+    from cgmerge.evals.suite import questions, read_skills
+    from cgmerge.evals.targets import check_tasks
+
+    settings = call.settings
+    skills = read_skills(data, limit=settings.limit)
+    check_metric(questions(skills, settings.by), settings.metric)
+    picks = _Picks(read_skills(validation) if validation else [], oracle)
+    found = call.open()
+    picks.check(found, skills, settings)
+    known = [(one.name, len(one.examples), one.source) for one in skills]
+    call.say(found, known)
+    check_tasks(found, [skill.name for skill in skills])
+    if call.dry_run:
+        call.finish_dry_run(found, known)
+        return None
+    return _measure(call, found, skills, picks)
 
 
 def _tell(
@@ -270,25 +389,15 @@ _NAMED = "NAME=PATH"
 
 
 def _measure(
-    base: "Base",
-    targets: "list[Target]",
-    skills: "list[SkillSet]",
-    how: "tuple[Settings, _Picks]",
-    output: Output,
+    call: Call, targets: "list[Target]", skills: "list[SkillSet]", picks: _Picks
 ) -> "Evaluation":
     from cgmerge.evals.baselines import with_baselines
     from cgmerge.evals.runner import count_rows, evaluate_targets
-    from cgmerge.modules.loading import load_base
 
-    settings, picks = how
+    settings, output = call.settings, call.output
     experts = [one for one in targets if one.kind == "expert"]
     other = picks.settings(settings)
-    loading = settings.loading
-    loaded = load_base(
-        base, device=loading.device, dtype=loading.dtype, load_in_4bit=loading.load_in_4bit
-    )
-    kind = str(loaded.model.dtype).removeprefix("torch.")
-    output.detail("device", f"{loaded.model.device}, {kind}")
+    loaded = call.load()
     with output.progress("eval", count_rows(targets, skills, settings)) as advance:
         found = evaluate_targets(loaded, targets, skills, settings, progress=advance)
     validation = None
@@ -300,40 +409,6 @@ def _measure(
     if validation is None and not picks.oracle:
         return found
     return with_baselines(found, oracle=picks.oracle, validation=validation)
-
-
-def _say_what(
-    base: "Base", targets: "list[Target]", skills: "list[SkillSet]", output: Output
-) -> None:
-    output.line("base", f"{base.ref}  {base.fingerprint}")
-    for target in targets:
-        output.line("target", f"{target.name}  {target.kind}  sha256 {target.digest[:12]}")
-    for skill in skills:
-        output.line(
-            "skill", f"{skill.name}  {counted(len(skill.examples), 'item')} from {skill.source}"
-        )
-
-
-def _finish_dry_run(
-    base: "Base", targets: "list[Target]", skills: "list[SkillSet]", output: Output
-) -> None:
-    for target in targets:
-        for warning in target.warnings:
-            output.warn(warning)
-    output.line("ok", "nothing evaluated, nothing written (dry run)")
-    output.result(
-        SCHEMA,
-        {
-            "results": [],
-            "items": None,
-            "dry_run": True,
-            "base": {"name": base.ref, "fingerprint": base.fingerprint},
-            "targets": [
-                {"name": one.name, "kind": one.kind, "digest": one.digest} for one in targets
-            ],
-            "skills": [{"name": one.name, "n": len(one.examples)} for one in skills],
-        },
-    )
 
 
 def _below(record: "Record", least: float | None) -> "list[Result]":

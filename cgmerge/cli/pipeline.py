@@ -187,9 +187,11 @@ def _chosen(steps: "list[Step]", patterns: list[str], file: Path) -> "list[Step]
 
 def _executor(kind: str, workers: int, address: str | None) -> "Executor":
     from cgmerge.cli.app import run as call
-    from cgmerge.evals.pipeline.run import Inline, Processes, Ray
+    from cgmerge.evals.pipeline.run import Inline, Processes
 
     if kind == "ray":
+        from cgmerge.evals.pipeline.cluster import Ray
+
         return Ray(address, workers)
     return Processes(workers) if kind == "processes" else Inline(call)
 

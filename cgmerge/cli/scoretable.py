@@ -53,6 +53,7 @@ def how_to_read(record: Record) -> str:
             f" its exact {info.test} p, Holm-corrected over targets"
         )
     notes = [f"\n{one.name}: {one.note}" for one in record.targets if one.note]
+    notes += [f"\n{one.name}: {one.measure}" for one in record.skills if one.measure]
     return text + "".join(notes)
 
 

@@ -88,8 +88,14 @@ def _agree(given: Result, found: Result) -> bool:
     return (
         (given.n, given.correct, given.metric) == (found.n, found.correct, found.metric)
         and math.isclose(given.score, found.score, rel_tol=_CLOSE, abs_tol=_CLOSE)
-        and math.isclose(given.loglik, found.loglik, rel_tol=_CLOSE, abs_tol=_CLOSE)
+        and _close(given.loglik, found.loglik)
     )
+
+
+def _close(given: float | None, found: float | None) -> bool:
+    if given is None or found is None:
+        return given is found
+    return math.isclose(given, found, rel_tol=_CLOSE, abs_tol=_CLOSE)
 
 
 def _damaged(path: Path, what: str, expected: object, found: object) -> Damaged:

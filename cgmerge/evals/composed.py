@@ -272,10 +272,11 @@ def calibration(items: Sequence[Item], *, bins: int = BINS) -> Calibration | Non
     if about == "choices":
         sure = [_confidence(item) for item in items]
     else:
-        if any(item.tokens is None for item in items):
+        if any(item.tokens is None or item.loglik is None for item in items):
             return None
         sure = [
-            (math.exp(min(item.loglik * (item.tokens or 0), 0.0)), item.correct) for item in items
+            (math.exp(min((item.loglik or 0.0) * (item.tokens or 0), 0.0)), item.correct)
+            for item in items
         ]
     gaps = [0.0] * bins
     for confidence, right in sure:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cgmerge.evals.record import Mean
 from cgmerge.evals.runner import Settings, evaluate_targets
 from cgmerge.evals.suite import SkillSet
+from cgmerge.evals.summary import mean_scores
 from cgmerge.evals.targets import BASE_NAME, Target
 
 if TYPE_CHECKING:
@@ -63,8 +64,7 @@ def make_scorer(
         done += 1
         if progress:
             progress(done)
-        count = len(results)
-        return sum(r.score for r in results) / count, sum(r.loglik for r in results) / count
+        return mean_scores(results)
 
     return score
 

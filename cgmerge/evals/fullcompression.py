@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cgmerge.evals.compression import Kept, entry_of
 from cgmerge.evals.runner import Settings, evaluate_targets
 from cgmerge.evals.suite import SkillSet
+from cgmerge.evals.summary import mean_scores
 from cgmerge.modules.compose import make_plan
 from cgmerge.modules.compress.modes import Options
 from cgmerge.modules.compress.packfull import FullPlan, write_full
@@ -110,12 +111,7 @@ class FullCalibration:
 
                 def score(factor: float) -> Trial:
                     with merged(factor):
-                        results = self._record().results
-                    count = len(results)
-                    found = (
-                        sum(r.score for r in results) / count,
-                        sum(r.loglik for r in results) / count,
-                    )
+                        found = mean_scores(self._record().results)
                     self.trials.append(Trial(factor, density, found))
                     if self.progress:
                         self.progress(len(self.trials))

@@ -21,7 +21,7 @@ _LARGEST_EXPONENT = 700.0
 """exp of more leaves the range of a double; such a perplexity says no more than `hopeless`."""
 _MOST_TOKENS = 1 << 31
 
-Needs = Literal["", "tokens", "answer", "choices"]
+Needs = Literal["", "tokens", "answer", "choices", "lm_eval"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,13 @@ def _exact(item: Item) -> tuple[float, float]:
 
 
 def _loglik(item: Item) -> tuple[float, float]:
-    return item.loglik, 1.0
+    return _nats(item), 1.0
+
+
+def _nats(item: Item) -> float:
+    if item.loglik is None:
+        raise _lacks(item, "log-likelihood", "evaluate with this metric")
+    return item.loglik
 
 
 def _token_accuracy(item: Item) -> tuple[float, float]:
@@ -110,7 +116,7 @@ def _token_accuracy(item: Item) -> tuple[float, float]:
 
 def _token_loglik(item: Item) -> tuple[float, float]:
     tokens = _tokens(item)
-    return item.loglik * tokens, tokens
+    return _nats(item) * tokens, tokens
 
 
 def _tokens(item: Item) -> float:
@@ -166,6 +172,12 @@ def _check_choices(item: Item) -> None:
         raise _lacks(item, "choices", "evaluate with this metric on rows that have `choices`")
 
 
+def _value(item: Item) -> tuple[float, float]:
+    if item.value is None:
+        raise _lacks(item, "score of lm-evaluation-harness", "evaluate with --lm-eval")
+    return item.value, 1.0
+
+
 def _lacks(item: Item, what: str, hint: str) -> Incompatible:
     return Incompatible(
         f"item {item.id} of {item.skill} holds no {what}", code="metric", hint=hint, found=item.id
@@ -213,6 +225,15 @@ METRICS: dict[Metric, MetricInfo] = {
             "share of items whose right choice has the highest log-likelihood per token",
             _choice_norm, binary=True, needs="choices",
         ),
+        MetricInfo(
+            "lm_eval", "lm-eval", "Score of lm-evaluation-harness",
+            "mean of what lm-evaluation-harness gives an item", _value, needs="lm_eval",
+        ),
+        MetricInfo(
+            "lm_eval_right", "lm-eval-right", "Share right by lm-evaluation-harness",
+            "share of items that lm-evaluation-harness counts as right", _value, binary=True,
+            needs="lm_eval",
+        ),
     )
 }  # fmt: skip
 
@@ -223,10 +244,11 @@ def metric_of(option: str) -> MetricInfo:
     Raises:
         UsageError: There is none; lists those that there are.
     """
-    for info in METRICS.values():
+    here = [info for info in METRICS.values() if info.needs != "lm_eval"]  # those have their flag
+    for info in here:
         if info.option == option:
             return info
-    known = ", ".join(info.option for info in METRICS.values())
+    known = ", ".join(info.option for info in here)
     raise UsageError(
         f"no metric is called {option!r}", code="metric", hint=f"there are {known}", found=option
     )

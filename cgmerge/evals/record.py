@@ -39,6 +39,8 @@ Metric = Literal[
     "token_f1",
     "choice",
     "choice_norm",
+    "lm_eval",
+    "lm_eval_right",
 ]
 """What a score is; `metrics` says how each follows from items."""
 Kind = Literal["base", "expert", "merged", "routed", "model", "deltas", "baseline"]
@@ -69,8 +71,9 @@ class Item:
         id: 16 hexadecimal digits over skill, prompt and target text; the same for every target.
         skill: Name of the skill.
         target: Name of the model that was scored.
-        correct: Every target token, end token included, is the arg-max.
-        loglik: Mean log-likelihood of a target token.
+        correct: Every target token, end token included, is the arg-max; where another harness
+            scored, it gave the item all of its worth.
+        loglik: Mean log-likelihood of a target token; None where lm-evaluation-harness scored.
         prediction: Text of the teacher-forced arg-max.
         expected: Text of the target, end token included.
         tied: Two tokens shared the highest logit exactly.
@@ -85,6 +88,8 @@ class Item:
         choice: Place of the right one.
         parts: Ids of the items that ask for its parts (from the column `part_ids`).
         at: Numbers that scores are read over, by column.
+        value: What lm-evaluation-harness gave the item in the metric that is the score.
+        measures: The same in all metrics that it has for the item.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -93,7 +98,7 @@ class Item:
     skill: str
     target: str
     correct: bool
-    loglik: float
+    loglik: float | None
     prediction: str
     expected: str
     tied: bool = False
@@ -108,6 +113,8 @@ class Item:
     choice: int | None = None
     parts: tuple[str, ...] | None = None
     at: dict[str, float] | None = None
+    value: float | None = None
+    measures: dict[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +152,7 @@ class SkillInfo:
         contradicting: Items whose prompt stood earlier with another target.
         same_id: Rows whose `id` column repeats that of another row.
         cut: Items whose prompt lost tokens on the left to fit the model.
+        measure: Metric and filter of lm-evaluation-harness, where it scored.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -157,6 +165,7 @@ class SkillInfo:
     contradicting: int = 0
     same_id: int = 0
     cut: int = 0
+    measure: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +178,7 @@ class Result:
             else bootstrap).
         high: Upper end.
         correct: Items right by teacher forcing.
-        loglik: Mean over items of their mean token log-likelihood.
+        loglik: Mean over items of their mean token log-likelihood, where all have one.
         generated_correct: Items that greedy generation got right, where it ran.
         agree: Items on which generation and teacher forcing say the same.
     """
@@ -184,7 +193,7 @@ class Result:
     low: float
     high: float
     correct: int
-    loglik: float
+    loglik: float | None
     generated_correct: int | None = None
     agree: int | None = None
 
@@ -458,7 +467,7 @@ def _load_items(path: Path, record: Record) -> tuple[Item, ...]:
 
 def _line(item: Item) -> bytes:
     """Write an item as one line; fields that were not measured are left out."""
-    fields = {key: value for key, value in asdict(item).items() if value is not None}
+    fields = {k: v for k, v in asdict(item).items() if v is not None or k == "loglik"}
     text = json.dumps(fields, ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", errors="replace") + b"\n"
 

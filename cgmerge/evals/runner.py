@@ -1,7 +1,8 @@
 """Score several models on several skills, side by side, and leave no number without its items."""
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -135,28 +136,28 @@ def evaluate_targets(
         Damaged: A model that gives NaN.
     """
     chosen = settings or Settings()
-    contenders = _contenders(loaded, targets, chosen)
-    against = _reference(contenders, chosen)
+    models = contenders(loaded, targets, chosen)
+    against = reference_of(models, chosen)
     check_names([skill.name for skill in skills], what="skill", form="NAME=FILE")
     asked = questions(skills, chosen.by)
     check_metric(asked, chosen.metric)
     run = _Run(loaded, asked, chosen, progress)
     infos = [describe(skill, asked, run.rows) for skill in skills]
     run.refuse_same(targets)
-    measured = [run.measure(target) for target in contenders]
+    measured = [run.measure(target) for target in models]
     run.finish()
     items = tuple(item for _, part in measured for item in part)
     numbers = summarise(items, metric=chosen.metric, compare_to=against, seed=chosen.seed)
     record = Record(
-        base=BaseInfo(_base_name(loaded), loaded.base.fingerprint),
-        settings=_run_settings(loaded, chosen, against),
+        base=BaseInfo(base_name(loaded), loaded.base.fingerprint),
+        settings=run_settings(loaded, chosen, against),
         targets=tuple(info for info, _ in measured),
         skills=tuple(infos),
         results=numbers.results,
         means=numbers.means,
         comparisons=numbers.comparisons,
         warnings=(*warnings_about(infos, run.rows), *run.warnings),
-        versions=_versions(),
+        versions=package_versions(),
     )
     return Evaluation(record, items)
 
@@ -215,7 +216,7 @@ class _Run:
         """Refuse the targets that turned out to be the base."""
         if self.same:
             compared = None if self.settings.keeps_base else PROBE
-            raise _same_as_base(self.same, len(self.rows.encoded[:compared]))
+            raise same_as_base(self.same, len(self.rows.encoded[:compared]))
 
     def _same(self, targets: list[Target]) -> list[Target]:
         """Find those that score as the base; a probe spares most of them the whole comparison."""
@@ -334,8 +335,7 @@ def _work_of(
 def _score(
     work: _Work, batch_size: int, advance: Callable[[int], None] | None = None
 ) -> list[TokenScore]:
-    """Score rows; a model that gives NaN is named."""
-    try:
+    with named(work.target.name):
         return scoring.score(
             work.model.model,
             work.encoded,
@@ -343,16 +343,23 @@ def _score(
             advance=advance,
             prepare=work.prepare,
         )
+
+
+@contextmanager
+def named(target: str) -> Iterator[None]:
+    """Name the target whose model gives NaN in the `with` block."""
+    try:
+        yield
     except Damaged as error:
         raise Damaged(
-            f"target {work.target.name}: {error.message}",
+            f"target {target}: {error.message}",
             code="not_finite",
             hint=error.hint,
-            target=work.target.name,
+            target=target,
         ) from error
 
 
-def _same_as_base(same: Sequence[Target], count: int) -> Incompatible:
+def same_as_base(same: Sequence[Target], count: int) -> Incompatible:
     """Say which targets score, bit for bit, as the base."""
     names = [target.name for target in same]
     several = len(same) > 1
@@ -377,19 +384,20 @@ def _logliks(scores: Sequence[TokenScore]) -> list[float]:
     return [one.loglik for one in scores]
 
 
-def _base_name(loaded: LoadedBase) -> str:
+def base_name(loaded: LoadedBase) -> str:
     """Name the base without the folders of this machine: a built-in or remote name stays."""
     base = loaded.base
     return base.folder.name if Path(base.ref).expanduser().is_dir() else base.ref
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Return the versions of what decides the numbers."""
     packages = ("torch", "transformers", "tokenizers")
     found = {name: version(name) for name in packages}
     return {"cgmerge": __version__, "python": platform.python_version(), **found}
 
 
-def _contenders(loaded: LoadedBase, targets: Sequence[Target], settings: Settings) -> list[Target]:
+def contenders(loaded: LoadedBase, targets: Sequence[Target], settings: Settings) -> list[Target]:
     """List what is scored, the base first."""
     everything = [Target.of_base(loaded.base), *targets]
     check_names([one.name for one in everything], what="target", form="NAME=PATH")
@@ -399,9 +407,9 @@ def _contenders(loaded: LoadedBase, targets: Sequence[Target], settings: Setting
     return found
 
 
-def _reference(contenders: Sequence[Target], settings: Settings) -> str | None:
+def reference_of(models: Sequence[Target], settings: Settings) -> str | None:
     """Name what others are compared to: as asked, else the base, else nothing."""
-    names = [target.name for target in contenders]
+    names = [target.name for target in models]
     wanted = settings.compare_to
     if wanted is not None and wanted not in names:
         raise UsageError(
@@ -414,7 +422,8 @@ def _reference(contenders: Sequence[Target], settings: Settings) -> str | None:
     return wanted if len(names) > 1 else None
 
 
-def _run_settings(loaded: LoadedBase, settings: Settings, against: str | None) -> RunSettings:
+def run_settings(loaded: LoadedBase, settings: Settings, against: str | None) -> RunSettings:
+    """Return what a record says of an evaluation."""
     return RunSettings(
         metric=settings.metric,
         compare_to=against,

@@ -36,6 +36,8 @@ Advance = Callable[[int], None]
 """Called with the number of rows just finished."""
 Prepare = Callable[[Sequence[int]], None]
 """Called before every batch with the rows it is made of: routers decide on their prompts."""
+Stopping = Callable[[int], Any]
+"""Makes a stopping criterion of transformers for a batch whose prompts have so many columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ def generate(
     longest: int | None = None,
     advance: Advance | None = None,
     prepare: Prepare | None = None,
+    stopping: Stopping | None = None,
 ) -> list[tuple[int, ...]]:
     """Continue prompts greedily with a key-value cache, as a user would see it.
 
@@ -124,6 +127,7 @@ def generate(
         longest: Most tokens of a row; None for `MARGIN` more than its target has.
         advance: Progress.
         prepare: Called before each batch.
+        stopping: What else stops a row, besides end tokens.
 
     Returns:
         Per row the new tokens up to and including the first end token, fewer than asked for where
@@ -145,7 +149,9 @@ def generate(
         for batch in batches_of(rows, batch_size, lambda b: limit is None or width(b) <= limit):
             if prepare is not None:
                 prepare(batch)
-            written = _generate_batch(model, [rows[i] for i in batch], ends, (longest, limit))
+            written = _generate_batch(
+                model, [rows[i] for i in batch], ends, (longest, limit), stopping
+            )
             found.update(zip(batch, written, strict=True))
             if advance is not None:
                 advance(len(batch))
@@ -189,6 +195,7 @@ def _generate_batch(
     rows: Sequence[Encoded],
     ends: Sequence[int],
     most: tuple[int | None, int | None],
+    stopping: Stopping | None,
 ) -> list[tuple[int, ...]]:
     """Continue rows by at most so many tokens, in so many positions."""
     longest, limit = most
@@ -210,6 +217,7 @@ def _generate_batch(
         use_cache=True,
         eos_token_id=list(ends),
         pad_token_id=ends[0],
+        stopping_criteria=None if stopping is None else [stopping(width)],
     )
     # The longest target of the batch must not decide how far the others are shown.
     return [

@@ -92,7 +92,7 @@ def _result(items: list[Item], metric: Metric, seed: int) -> Result:
         low=interval.low,
         high=interval.high,
         correct=sum(item.correct for item in items),
-        loglik=sum(item.loglik for item in items) / n,
+        loglik=_mean_loglik([item.loglik for item in items]),
     )
     if any(item.generated_correct is None for item in items):
         return result
@@ -101,6 +101,22 @@ def _result(items: list[Item], metric: Metric, seed: int) -> Result:
         generated_correct=sum(item.generated_correct is True for item in items),
         agree=sum(item.generated_correct == item.correct for item in items),
     )
+
+
+def _mean_loglik(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
+
+
+def mean_scores(results: Sequence[Result]) -> tuple[float, float]:
+    """Return the means over skills of score and log-likelihood.
+
+    Args:
+        results: Of one target, at least one, from an evaluation that measured both.
+    """
+    loglik = _mean_loglik([one.loglik for one in results])
+    assert loglik is not None
+    return sum(one.score for one in results) / len(results), loglik
 
 
 def _mean(skills: dict[str, list[Item]], metric: Metric, seed: int) -> Mean:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from cgmerge.errors import UsageError
 from cgmerge.evals.runner import Settings, evaluate_targets
 from cgmerge.evals.suite import SkillSet
+from cgmerge.evals.summary import mean_scores
 from cgmerge.evals.targets import Target
 
 if TYPE_CHECKING:
@@ -220,10 +221,11 @@ class Search:
         with self.ready(params) as deltas:
             target = Target.of_deltas("trial", deltas, "0" * 64)
             results = evaluate_targets(self.loaded, [target], self.skills, settings).record.results
+        score, loglik = mean_scores(results)
         return Trial(
             params=params,
-            score=sum(r.score for r in results) / len(results),
-            loglik=sum(r.loglik for r in results) / len(results),
+            score=score,
+            loglik=loglik,
             skills={r.skill: r.score for r in results},
         )
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cgmerge import fs, strictjson
-from cgmerge.errors import CgmergeError, Damaged, MissingExtra, NotFound
+from cgmerge.errors import CgmergeError, Damaged, NotFound
 from cgmerge.evals.pipeline.steps import Step
 from cgmerge.quoting import quoted
 from cgmerge.tensorfile import read_small
@@ -68,7 +68,7 @@ class Inline:
         """Run the command and return when it is done."""
         done: Future[Outcome] = Future()
         if launcher:
-            done.set_result(_process(words, launcher, keep=False))
+            done.set_result(run_command(words, launcher, keep=False))
         else:
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
@@ -94,7 +94,7 @@ class Processes:
 
     def start(self, words: Sequence[str], launcher: Sequence[str]) -> "Future[Outcome]":
         """Begin the command when a worker is free."""
-        return self.pool.submit(_process, words, launcher, keep=True, live=self.live)
+        return self.pool.submit(run_command, words, launcher, keep=True, live=self.live)
 
     def close(self) -> None:
         """Terminate what still runs, and wait for it."""
@@ -103,45 +103,7 @@ class Processes:
         self.pool.shutdown(cancel_futures=True)
 
 
-class Ray:
-    """Several at a time on the machines of a Ray cluster that share this folder.
-
-    Args:
-        address: Of the cluster; None starts one on this machine.
-        workers: How many at most; also the CPUs of a cluster that is started.
-
-    Raises:
-        MissingExtra: ray is not installed.
-    """
-
-    def __init__(self, address: str | None, workers: int) -> None:
-        try:
-            import ray
-        except ImportError as error:
-            raise MissingExtra(
-                "the executor `ray` needs the package ray",
-                code="ray",
-                hint='pip install "cgmerge[ray]", or --executor processes',
-            ) from error
-        here = {} if address else {"num_cpus": workers, "include_dashboard": False}
-        ray.init(address=address, logging_level="error", log_to_driver=False, **here)
-        self.remote = ray.remote(num_cpus=1, max_retries=0)(_process)
-        self.folder = str(Path.cwd())
-
-    def start(self, words: Sequence[str], launcher: Sequence[str]) -> "Future[Outcome]":
-        """Hand the command to the cluster."""
-        task = self.remote.remote(list(words), list(launcher), keep=True, folder=self.folder)
-        future: Future[Outcome] = task.future()
-        return future
-
-    def close(self) -> None:
-        """Leave the cluster; one that was started here ends."""
-        import ray
-
-        ray.shutdown()
-
-
-def _process(
+def run_command(
     words: Sequence[str],
     launcher: Sequence[str],
     *,
@@ -149,6 +111,15 @@ def _process(
     folder: str | None = None,
     live: set["subprocess.Popen[str]"] | None = None,
 ) -> Outcome:
+    """Run a command of this program in a process of its own, to its end.
+
+    Args:
+        words: The command line, the program's name left out.
+        launcher: Words in front of it, in place of this Python.
+        keep: Keep what it says instead of passing it on.
+        folder: Where it runs; None for here.
+        live: Holds the process while it runs.
+    """
     program = [*launcher, "-m", "cgmerge"] if launcher else [sys.executable, "-m", "cgmerge"]
     with subprocess.Popen(  # noqa: S603  (our own program; words, no shell)
         [*program, *words],

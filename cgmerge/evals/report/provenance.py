@@ -78,6 +78,8 @@ def _data(section: Section) -> str:
             "cut": skill.cut,
         }
         notes = ", ".join(f"{count} {word}" for word, count in counted.items() if count)
+        if skill.measure:
+            notes = f"lm-eval: {escape(label(skill.measure))}"
         rows.append(
             f'<tr><th scope="row">{name(label(skill.name))}</th><td class="count">{skill.n:,}</td>'
             f"<td>{name(label(skill.source)) if skill.source else 'in memory'}</td>"

@@ -254,7 +254,8 @@ def _is_same(column: Column, target: TargetInfo, items: Skills) -> bool:
     if (known.name, known.kind, known.digest) != (target.name, target.kind, target.digest):
         return False
     return all(
-        [(i.correct, i.loglik) for i in items[name]] == [(i.correct, i.loglik) for i in group]
+        [(i.correct, i.loglik, i.value) for i in items[name]]
+        == [(i.correct, i.loglik, i.value) for i in group]
         for name, group in column.items.items()
     )
 
