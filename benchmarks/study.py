@@ -282,11 +282,11 @@ def short_pcfg(public: Path) -> Parts:
 
 def short(parts: Parts, words: int) -> Parts:
     """Keep rows with short answers: the length of a row is the price of a step."""
-    kept = (
+    train, validation, test = (
         [row for row in rows if len(row["completion"].split()) <= words]
         for _, rows in parts.items()
     )
-    return Parts(*kept)
+    return Parts(train, validation, test, parts.notes)
 
 
 def real(folder: Path, source: Path, public: Path) -> dict[str, list[Line]]:
