@@ -8,18 +8,18 @@ from pathlib import Path
 from cgmerge.errors import UsageError
 from cgmerge.inputs import real_path
 
+_LOOKED_AT = 1 << 20
 SHOWN = 5
 """So many of the files that would be lost are named."""
 
 _MARKS = (
-    "adapter_config.json",
     "cgmerge.json",
     "compressed.json",
     "expert.json",
     "extract.json",
     "routing.json",
 )
-"""One of them is in every folder that a command writes."""
+"""One of them is in every folder that a command writes; other tools write none of them."""
 
 _NAMES = re.compile(
     r"adapter_config\.json|cgmerge\.json|compressed\.json|expert\.json|extract\.json"
@@ -85,6 +85,28 @@ def refuse_special(path: Path) -> None:
             hint="choose another --out, the name of a file",
             path=path,
         )
+
+
+def refuse_foreign_file(path: Path) -> None:
+    """Refuse to replace a record or a page that is none: each holds the name of this program.
+
+    Args:
+        path: What may be replaced; empty files are nobody's.
+
+    Raises:
+        UsageError: It is there and is no result.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        head = file.read(_LOOKED_AT)
+        if not head or b"cgmerge" in head:
+            return
+        while chunk := file.read(_LOOKED_AT):
+            if b"cgmerge" in (head[-16:] + chunk):
+                return
+            head = chunk
+    raise foreign(path, "is no result of cgmerge", [path.name])
 
 
 def foreign(out: Path, why: str, lost: list[str]) -> UsageError:

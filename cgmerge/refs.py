@@ -87,6 +87,8 @@ def _absent(ref: str, what: str, path: Path, *, builtins: bool) -> NotFound:
     plain_word = ref.count("/") == 1 and not ref.startswith((".", "~", "/"))
     if hint is None and plain_word and not os.path.lexists(path.parent):
         hint = f"for a repository on the hub write {_REMOTE}{ref}"
+    if os.path.lexists(path.parent / f".{path.name}.training"):
+        hint = "a training of it is unfinished: repeat its command, and it goes on"
     return NotFound(f"no such {what}: {ref}", code="folder", hint=hint, path=path)
 
 

@@ -157,7 +157,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         sys.stdout.flush()
     except OSError as error:  # the disk under a redirected output is full, or the reader went away
-        code = _exit_code(error, words)
+        code = _exit_code(error if isinstance(error, BrokenPipeError) else _unheard(error), words)
         drop_stdout()
     sys.exit(code)
 
@@ -231,6 +231,16 @@ def _refusal(error: OSError) -> StorageError:
         code="system",
         hint=f"{hint}; CGMERGE_DEBUG=1 shows where it happened",
         path=names[0] if names else None,
+        reason=errno.errorcode.get(error.errno or 0, type(error).__name__),
+    )
+
+
+def _unheard(error: OSError) -> StorageError:
+    """Say that the work is done and its report is lost."""
+    return StorageError(
+        f"the standard output cannot be written: {reason_of(error)}",
+        code="stdout",
+        hint="what the command made is there; only what it had to say is lost",
         reason=errno.errorcode.get(error.errno or 0, type(error).__name__),
     )
 

@@ -24,7 +24,8 @@ class Command(TyperCommand):
         words = list(args)
         rest = super().parse_args(ctx, args)
         written, _, _ = self.make_parser(ctx).parse_args(args=words)
-        known = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
+        options = [param for param in self.params if param.param_type_name == "option"]
+        known = {name for one in options for name in (*one.opts, *one.secondary_opts)}
         for param in self.params:
             _check_word(param, written, known)
             _check_number(param, written, ctx.params.get(param.name or ""))

@@ -5,7 +5,10 @@ from typing import Annotated
 
 import typer
 
-Json = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on stdout")]
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="One JSON object on stdout; an error is the last line of stderr"),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result, no comments")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More details")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random", min=0)]

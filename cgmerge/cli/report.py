@@ -117,6 +117,7 @@ def _check_outputs(
 ) -> None:
     """Refuse before any work what could not be written after it."""
     from cgmerge.inputs import real_path, refuse_inputs
+    from cgmerge.outputs import refuse_foreign_file
 
     targets = {"--out": out, **({"--md": markdown} if markdown is not None else {})}
     if markdown is not None and real_path(markdown) == real_path(out):
@@ -131,6 +132,7 @@ def _check_outputs(
                 code="out_exists",
                 hint=f"choose another {option}, or --overwrite",
             )
+    refuse_foreign_file(out)
 
 
 def _fields(

@@ -24,6 +24,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from cgmerge import fs, strictjson
 from cgmerge.errors import CgmergeError, Damaged, NotFound
 from cgmerge.inputs import refuse_inputs
+from cgmerge.outputs import refuse_foreign_file
 from cgmerge.tensorfile import file_sha256, read_small
 
 SCHEMA: Literal["cgmerge.record/1"] = "cgmerge.record/1"
@@ -355,6 +356,7 @@ def check_out(path: Path, *, overwrite: bool, inputs: Sequence[Path] = ()) -> No
         refuse_inputs(target, inputs)
     _check_free(path, overwrite=overwrite)
     fs.check_file(path, overwrite=overwrite)
+    refuse_foreign_file(path)
 
 
 def _check_free(path: Path, *, overwrite: bool) -> None:

@@ -13,6 +13,7 @@ from cgmerge.errors import Damaged, Incompatible, LimitExceeded, Unsafe
 from cgmerge.modules.module_names import PLAIN, Selection, is_key, key_fits
 from cgmerge.plain import exact
 
+_CORRECT = "correct it, or save the adapter again with the program that made it"
 MAX_RANK = 1024
 MAX_ALPHA = 1e6
 MAX_TEXT = 1000
@@ -86,6 +87,7 @@ def parse_adapter_config(raw: dict[str, Any], *, source: str) -> AdapterConfig:
         raise Incompatible(
             f"{source}: peft_type is {_shown(raw.get('peft_type'))}; cgmerge reads LORA",
             code="peft_type",
+            hint="train a LoRA adapter, or merge this one into a full model with PEFT",
             expected="LORA",
             found=raw.get("peft_type"),
         )
@@ -166,6 +168,7 @@ def _refuse_features(raw: dict[str, Any], source: str) -> None:
         raise Incompatible(
             f"{source}: bias is {_shown(raw['bias'])}; trained biases are not part of ΔW",
             code="config_bias",
+            hint="train it again with bias none",
             expected="none",
             found=_shown(raw["bias"]),
             field="bias",
@@ -202,11 +205,15 @@ def _rank(value: Any, name: str, source: str) -> int:
         raise Damaged(
             f"{source}: {name} must be a whole number of at least 1, found {_shown(value)}",
             code="config_value",
+            hint=_CORRECT,
             field=name,
         )
     if value > MAX_RANK:
         raise LimitExceeded(
-            f"{source}: {name} is {value:,}; the limit is {MAX_RANK:,}", code="rank", field=name
+            f"{source}: {name} is {value:,}; the limit is {MAX_RANK:,}",
+            code="rank",
+            hint=_CORRECT,
+            field=name,
         )
     return value
 
@@ -217,6 +224,7 @@ def _alpha(value: Any, name: str, source: str) -> float:
         raise Damaged(
             f"{source}: {name} must be a number in (0, {exact(MAX_ALPHA)}], found {_shown(value)}",
             code="config_value",
+            hint=_CORRECT,
             field=name,
         )
     return float(value)
@@ -249,6 +257,7 @@ def _layers(raw: dict[str, Any], source: str) -> frozenset[int] | None:
         raise Damaged(
             f"{source}: layers_to_transform must be a list of layer numbers, found {_shown(value)}",
             code="config_value",
+            hint=_CORRECT,
             field="layers_to_transform",
         )
     return frozenset(numbers)
@@ -260,6 +269,7 @@ def _mapping(raw: dict[str, Any], name: str, source: str) -> dict[str, Any]:
         raise Damaged(
             f"{source}: {name} must be an object, found {type(value).__name__}",
             code="config_value",
+            hint=_CORRECT,
             field=name,
         )
     return value
@@ -271,6 +281,7 @@ def _flag(raw: dict[str, Any], name: str, source: str) -> bool:
         raise Damaged(
             f"{source}: {name} must be true or false, found {_shown(value)}",
             code="config_value",
+            hint=_CORRECT,
             field=name,
         )
     return value
@@ -282,6 +293,7 @@ def _text(raw: dict[str, Any], name: str, source: str) -> str:
         raise Damaged(
             f"{source}: {name} must be text, found {type(value).__name__}",
             code="config_value",
+            hint=_CORRECT,
             field=name,
         )
     # It ends up on terminals, in model cards and in the configs of results.
@@ -290,6 +302,7 @@ def _text(raw: dict[str, Any], name: str, source: str) -> str:
             f"{source}: {name} must be one line of at most {MAX_TEXT:,} printable characters,"
             f" found {_shown(value)}",
             code="config_value",
+            hint=_CORRECT,
             field=name,
         )
     return value

@@ -18,6 +18,7 @@ from cgmerge import fs
 from cgmerge.errors import Damaged, Incompatible, NotFound, UsageError
 from cgmerge.modules.adapter_config import MAX_RANK
 from cgmerge.modules.base import Base, open_base
+from cgmerge.modules.compose_checks import check_alike, check_same_base
 from cgmerge.modules.compose_out import check_out
 from cgmerge.modules.compose_record import base_record, experts_record, write_records
 from cgmerge.modules.compose_stats import open_stats
@@ -176,7 +177,7 @@ def make_plan(recipe: Recipe) -> Plan:
     plain, rule = rule, rule.reordered(order)
     experts = [opened[i][0] for i in order]
     items = [opened[i][1] for i in order]
-    _check_same_base([expert for expert in experts if isinstance(expert, Expert)], recipe)
+    check_same_base([expert for expert in experts if isinstance(expert, Expert)], recipe)
     deltas = _deltas(experts, base, recipe)
     parts: Rules = []
     if recipe.parts or recipe.by_tensor:
@@ -363,45 +364,13 @@ def _deltas(
 
         return task_vectors(experts, base, force_base=recipe.force_base)
     deltas = [expert.deltas(base, force_base=recipe.force_base) for expert in adapters]
-    _check_same_shapes(adapters)
+    check_alike(adapters)
     return list(deltas)
 
 
 def _order_key(opened: "tuple[AnyExpert, ExpertRef]") -> tuple[str, float, str]:
     expert, item = opened
     return expert.digest, item.weight if item.weight is not None else 1.0, item.ref
-
-
-def _check_same_base(experts: list[Expert], recipe: Recipe) -> None:
-    known = {e.base_fingerprint: e for e in experts if e.base_fingerprint is not None}
-    if len(known) > 1 and not recipe.force_base:
-        lines = [
-            f"  {e.name}  {e.card.base.name if e.card else ''} {fingerprint}"
-            for fingerprint, e in known.items()
-        ]
-        raise Incompatible(
-            "these experts do not share a base\n" + "\n".join(lines),
-            code="base",
-            hint="compose experts of one base; compose and eval take --force-base",
-            found=sorted(str(fingerprint) for fingerprint in known),
-        )
-
-
-def _check_same_shapes(experts: list[Expert]) -> None:
-    seen: dict[str, tuple[int, int, Expert]] = {}
-    for expert in experts:
-        for path, pair in expert.pairs.items():
-            out, into, first = seen.setdefault(path, (pair.out_features, pair.in_features, expert))
-            if (out, into) != (pair.out_features, pair.in_features):
-                raise Incompatible(
-                    f"module {path} is {out}×{into} in {first.folder}, but"
-                    f" {pair.out_features}×{pair.in_features} in {expert.folder}",
-                    code="shape",
-                    hint="these experts belong to different bases",
-                    tensor=path,
-                    expected=[out, into],
-                    found=[pair.out_features, pair.in_features],
-                )
 
 
 def refuse_noop(plan: Plan, norm: float) -> None:

@@ -14,6 +14,9 @@ LARGE_LOSS = {True: 0.1, False: 0.5}
 """Share of ‖ΔW‖ that a rank may lose before it is warned of, by whether the rule's result has low
 rank. Those of entry-wise rules never have: what is lost is always printed, and rarely harmful."""
 
+NEXT_TO_NOTHING = 1e-6
+"""‖ΔW‖ below which no output changes in float32."""
+
 EVEN_LOSS = 1e-3
 """Share of a delta from which on it matters which directions a lower rank leaves out."""
 
@@ -38,6 +41,7 @@ def plan_warnings(plan: "Plan") -> list[str]:
     twice = sorted({e.name for e in plan.experts if digests.count(e.digest) > 1})
     if twice:
         warnings.append(f"the same expert is given more than once: {some_of(twice)}")
+    warnings.extend(_uneven(plan))
     if plan.recipe.force_base:
         warnings.append("--force-base: base fingerprints were not enforced")
     unit = set(plan.rule.weights)
@@ -49,6 +53,17 @@ def plan_warnings(plan: "Plan") -> list[str]:
             " use --scale"
         )
     return warnings
+
+
+def _uneven(plan: "Plan") -> list[str]:
+    """Say which modules only some experts change: their delta is a part of the whole alone."""
+    touched = [set(delta) for delta in plan.deltas]
+    union = set().union(*touched)
+    partial = sorted(union - set.intersection(*touched)) if touched else []
+    if not partial:
+        return []
+    count = f"{len(partial)} of {len(union)} modules"
+    return [f"{count} are changed by some experts only, e.g. {partial[0]}"]
 
 
 def _other_bases(plan: "Plan") -> list[str]:
@@ -79,6 +94,11 @@ def result_warnings(
         warnings.append(
             f"with {known} all directions weigh the same, and rank {plan.rank} keeps arbitrary"
             " ones; use --rank exact, or a slightly smaller value to keep the leading ones"
+        )
+    total = math.sqrt(sum(report.norm**2 for report in modules.values()))
+    if total < NEXT_TO_NOTHING:
+        warnings.append(
+            f"‖ΔW‖ is {total:.1e}: next to nothing changes; look at weights and --scale"
         )
     truncated = truncation_error(modules)
     if truncated > LARGE_LOSS[plan.rule.low_rank]:

@@ -57,6 +57,7 @@ __all__ = [
 
 MAX_BYTES = 2 * 1024**3
 _MAX_FIELD = 16 * 1024 * 1024
+_ROWS = 'a row is an object such as {"prompt": …, "completion": …}'
 _BOM = b"\xef\xbb\xbf"  # Excel and PowerShell write one; it carries no meaning in UTF-8
 _Row = Mapping[str, Any]
 
@@ -117,7 +118,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], str]:
     content, rows = _opened(path)
     found = [dict(row) for _, row in rows]
     if not found:
-        raise DataError(f"{path} holds no rows", code="empty_file", path=path)
+        raise DataError(f"{path} holds no rows", code="empty_file", hint=_ROWS, path=path)
     return found, hashlib.sha256(content).hexdigest()
 
 
@@ -134,6 +135,7 @@ def _opened(path: Path) -> tuple[bytes, Iterator[tuple[int, _Row]]]:
         raise DataError(
             f"{path} has the suffix {path.suffix or '(none)'}; known are {', '.join(_READERS)}",
             code="suffix",
+            hint="write the rows as JSON lines (.jsonl) or as a table (.csv, .tsv, .parquet)",
             path=path,
         )
     content = read_small(fs.absolute(path), limit=MAX_BYTES, follow_links=True)
@@ -155,12 +157,13 @@ def _collect(path: Path, rows: Iterable[tuple[int, _Row]], content: bytes) -> Da
                 f"{path}: row {first} is {chosen}, row {number} is {name}; "
                 "a file holds rows of one format",
                 code="mixed",
+                hint="make a file of each",
                 path=path,
                 row=number,
             )
         examples += examples_of(row, chosen, source=str(path), number=number)
     if chosen is None:
-        raise DataError(f"{path} holds no rows", code="empty_file", path=path)
+        raise DataError(f"{path} holds no rows", code="empty_file", hint=_ROWS, path=path)
     distinct = {(example.prompt, example.completion) for example in examples}
     return DataFile(
         path=path,
@@ -192,9 +195,27 @@ def _read_jsonl(content: bytes, source: str) -> Iterator[tuple[int, _Row]]:
         yield number, _object(strictjson.loads(line, source=where), where)
 
 
+def _is_one_object(content: bytes, source: str) -> bool:
+    """Whether it is one object written over several lines."""
+    if content.strip().count(b"\n") == 0:
+        return False
+    try:
+        return isinstance(strictjson.loads(content, source=source, max_bytes=MAX_BYTES), dict)
+    except Damaged:
+        return False
+
+
 def _read_json(content: bytes, source: str) -> Iterator[tuple[int, _Row]]:
     """Read an array of objects, or one object per line as many `.json` files hold."""
     if content.lstrip()[:1] == b"{":
+        if _is_one_object(content, source):
+            raise DataError(
+                f"{source} holds one object; an array of objects, or one object per line, is"
+                " wanted",
+                code="json",
+                hint="put the rows between [ and ], or each on a line of its own",
+                path=source,
+            )
         yield from _read_jsonl(content, source)
         return
     if not content.strip():

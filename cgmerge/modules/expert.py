@@ -167,9 +167,10 @@ class ExpertDeltas(Mapping[str, "LowRank"]):
         low, high = torch.aminmax(tensor)  # one pass; NaN goes through
         if not (math.isfinite(low) and math.isfinite(high)):
             bad = int((~torch.isfinite(tensor)).sum())
+            large = bool(torch.isfinite(self.expert.file.read(name)).all())
+            what = "too large for float32" if large else "NaN or infinite"
             raise Damaged(
-                f"{self.expert.file.path}: tensor {name!r} holds {bad} values that are NaN or"
-                " infinite",
+                f"{self.expert.file.path}: tensor {name!r} holds {bad} values that are {what}",
                 code="not_finite",
                 hint="the expert is broken (often a diverged training); train it again",
                 path=self.expert.file.path,

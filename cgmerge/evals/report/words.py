@@ -52,12 +52,16 @@ def _best(section: Section, names: dict[str, str]) -> str:
 
 
 def _rivals(section: Section, names: dict[str, str]) -> str:
+    best = section.top.mean.score
+    tied = {one.name for one in section.models if one.mean.score == best}  # said to be the best
     open_ = [
         f"{names[name]} ({p_value(one.p_holm)})"
         for name, one in section.others.items()
-        if significant(one) >= 0
+        if significant(one) >= 0 and name not in tied
     ]
     test, worse = _test(section), _worse(section)
+    if tied >= set(section.others):
+        return "These items do not decide which of them is best."
     if not open_:
         return f"Every other model is significantly {worse} ({test})."
     if len(open_) == len(section.others):

@@ -13,6 +13,9 @@ from cgmerge.modules.training.settings import TrainSettings
 MIN_STEPS = 100
 """A small file is repeated until LoRA has had this many steps."""
 DEFAULT_EPOCHS = 3
+MAX_ROWS = 64
+"""In a step, unless somebody asks for more."""
+
 _STEP_TOKENS = 4096
 _LONGEST_STEP = 4 * _STEP_TOKENS
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
@@ -54,7 +57,16 @@ def choose(
     batch = settings.batch_size
     if batch is None:
         batch = _batch_size(rows, parts)
-        reasons["batch_size"] = f"at most 64 rows or {_STEP_TOKENS} tokens a step"
+        if batch > MAX_ROWS:
+            raise UsageError(
+                f"a step of {parts} parts has at least {parts:,} rows, more than the default of"
+                f" at most {MAX_ROWS}",
+                code="batch_size",
+                hint=f"--batch-size {batch} if so many are meant, or a smaller --accumulate",
+                expected=MAX_ROWS,
+                found=batch,
+            )
+        reasons["batch_size"] = f"at most {MAX_ROWS} rows or {_STEP_TOKENS} tokens a step"
     if batch % parts:
         raise UsageError(
             f"batch_size {batch} is not a multiple of {parts} "
@@ -108,7 +120,7 @@ def _batch_size(rows: Sequence[Encoded], parts: int) -> int:
     """Rows per step: a power of two of about the same work whatever the length of the rows."""
     mean = sum(map(len, rows)) / len(rows)
     longest = max(map(len, rows))
-    batch = 64
+    batch = MAX_ROWS
     while batch > 1 and (batch * mean > _STEP_TOKENS or batch * longest > _LONGEST_STEP):
         batch //= 2
     return math.ceil(max(batch, 1) / parts) * parts

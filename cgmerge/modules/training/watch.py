@@ -1,6 +1,7 @@
 """Beside the training loop: losses, when to write checkpoints, how to stop, what went wrong."""
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -97,6 +98,9 @@ def stop_signals(notes: Notes) -> Iterator[None]:
 
     def note(number: int, _frame: FrameType | None) -> None:
         notes.stop_signal = number
+        # Not through a stream: the signal may have interrupted a write to it.
+        with contextlib.suppress(OSError):
+            os.write(2, b"\nstopping after this step; once more to stop at once\n")
         signal.signal(number, before[number])
 
     for number in chosen:

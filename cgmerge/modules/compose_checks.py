@@ -1,0 +1,83 @@
+"""What experts must have in common before anything is computed from them."""
+
+from collections.abc import Sequence
+from itertools import combinations
+
+from cgmerge.errors import Incompatible
+from cgmerge.modules.expert import Expert
+from cgmerge.modules.recipe import Recipe
+
+_WRAPPER = "model."
+"""In front of module names where the body of a model was loaded with its head around it."""
+
+
+def check_same_base(experts: Sequence[Expert], recipe: Recipe) -> None:
+    """Refuse experts whose fingerprints name different bases, unless the recipe allows it."""
+    known = {e.base_fingerprint: e for e in experts if e.base_fingerprint is not None}
+    if len(known) > 1 and not recipe.force_base:
+        lines = [
+            f"  {e.name}  {e.card.base.name if e.card else ''} {fingerprint}"
+            for fingerprint, e in known.items()
+        ]
+        raise Incompatible(
+            "these experts do not share a base\n" + "\n".join(lines),
+            code="base",
+            hint="compose experts of one base; compose and eval take --force-base",
+            found=sorted(str(fingerprint) for fingerprint in known),
+        )
+
+
+def check_alike(experts: Sequence[Expert]) -> None:
+    """Refuse experts that cannot be of one model, as far as they themselves tell.
+
+    Raises:
+        Incompatible: One module in two shapes, one body under two names, or heads of two kinds.
+    """
+    _check_same_shapes(experts)
+    _check_same_names(experts)
+    tasks = {expert.config.task_type: expert for expert in experts if expert.config.task_type}
+    if len(tasks) > 1:
+        said = ", ".join(f"{expert.name} {task}" for task, expert in sorted(tasks.items()))
+        raise Incompatible(
+            f"these experts are for models with different heads: {said}",
+            code="task_type",
+            hint="if they are not, write the right task_type into their adapter_config.json",
+            found=sorted(tasks),
+        )
+
+
+def _check_same_shapes(experts: Sequence[Expert]) -> None:
+    seen: dict[str, tuple[int, int, Expert]] = {}
+    for expert in experts:
+        for path, pair in expert.pairs.items():
+            out, into, first = seen.setdefault(path, (pair.out_features, pair.in_features, expert))
+            if (out, into) != (pair.out_features, pair.in_features):
+                raise Incompatible(
+                    f"module {path} is {out}×{into} in {first.folder}, but"
+                    f" {pair.out_features}×{pair.in_features} in {expert.folder}",
+                    code="shape",
+                    hint="these experts belong to different bases",
+                    tensor=path,
+                    expected=[out, into],
+                    found=[pair.out_features, pair.in_features],
+                )
+
+
+def _check_same_names(experts: Sequence[Expert]) -> None:
+    """Refuse two experts that share modules only under another prefix: half would be lost."""
+    for one, other in combinations(experts, 2):
+        if set(one.pairs) & set(other.pairs):
+            continue
+        bare = {path.removeprefix(_WRAPPER): path for path in other.pairs}
+        twin = next((p for p in one.pairs if p.removeprefix(_WRAPPER) in bare), None)
+        if twin is not None:
+            found = bare[twin.removeprefix(_WRAPPER)]
+            raise Incompatible(
+                f"{one.name} and {other.name} call the same modules by different names: {twin} and"
+                f" {found}",
+                code="modules",
+                hint="one of them was trained on the model without its head; rename its tensors as"
+                " the base has them",
+                expected=twin,
+                found=found,
+            )
