@@ -5,7 +5,7 @@ import shutil
 
 import case_support as cases
 import pytest
-from support import edit_config, edit_tensors, llama_shapes, make_expert, pick
+from support import edit_tensors, llama_shapes, make_expert, pick
 
 ROW = {"prompt": "caesar : a b =", "completion": "b c"}
 

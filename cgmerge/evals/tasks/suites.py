@@ -226,8 +226,8 @@ SUITES = {
             _DOMAIN_SPLITS, "1,404 lists of one domain; 200 + 1,000 mixed", "own", _OWN, _domains,
         ),
         Suite(
-            "grid", "string edits by alphabets: experts know the diagonal, the test is the rest",
-            grid.SPLITS, "about 470 of one cell; 1,870 and 422 unseen",
+            "grid", "string edits by alphabets; experts know the diagonal",
+            grid.SPLITS, "about 470 in one cell; 422 unseen",
             "own, after Tam et al. 2024", _OWN, _grid,
         ),
         Suite(
