@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from cgmerge import fs
 from cgmerge.errors import Damaged, Incompatible, NotFound, UsageError
+from cgmerge.memory import refuse_shortage
 from cgmerge.modules.adapter_config import MAX_RANK
 from cgmerge.modules.base import Base, open_base
 from cgmerge.modules.compose_out import check_out
@@ -218,6 +219,7 @@ def run_plan(
         Incompatible: The result changes nothing, or rounding swallows most of it.
         Damaged: An input is not finite, or what was written does not read back the same.
         StorageError: Disk full and the like; nothing is left behind.
+        LimitExceeded: It needs more memory than this process may take.
     """
     out = fs.absolute(out)
     check_outputs(plan, out, overwrite=overwrite)
@@ -237,15 +239,17 @@ def run_plan(
 
 
 def check_outputs(plan: Plan, out: Path, *, overwrite: bool) -> None:
-    """Refuse an unusable result folder before any work is done.
+    """Refuse an unusable result folder, or too little memory, before any work is done.
 
     Raises:
         UsageError: It exists, or lies inside an expert or the base.
         StorageError: It cannot be written.
+        LimitExceeded: The memory that is left cannot hold what is computed.
     """
     out = fs.absolute(out)
     check_out(out, [expert.folder for expert in plan.experts], plan.base)
     fs.check_target(out, overwrite=overwrite)
+    refuse_shortage(plan.peak_bytes, "this merge")
 
 
 def describe(composed: Composed) -> dict[str, Any]:
