@@ -273,7 +273,7 @@ def _tuned(plan: "Plan", skills: "list[SkillSet]", budget: int | None, output: O
     from cgmerge.modules.loading import load_base
 
     assert plan.base is not None
-    loaded = load_base(plan.base)
+    loaded = load_base(plan.base, with_encoder=True)
     budget = budget or DEFAULT_BUDGET
     with output.progress("tune", budget) as advance:
         found = tune(plan, loaded, skills, budget=budget, progress=advance)
