@@ -105,6 +105,16 @@ class Plan:
         """Return what random methods know the experts by: their content."""
         return [expert.digest for expert in self.experts]
 
+    @cached_property
+    def shares(self) -> list[float] | None:
+        """Return each expert's part of Σ |weight|·‖ΔW‖; None with full models or parts."""
+        if self.has_full or self.parts:
+            return None
+        norms = [math.sqrt(sum(d[path].norm() ** 2 for path in d)) for d in self.deltas]
+        sizes = [abs(w) * norm for w, norm in zip(self.rule.weights, norms, strict=True)]
+        total = sum(sizes)
+        return [size / total if total else 0.0 for size in sizes]
+
     @property
     def entries(self) -> int:
         """Return the number of adapted weight entries."""
@@ -262,6 +272,7 @@ def describe(composed: Composed) -> dict[str, Any]:
         "params": params,
         "scale": scale,
         "experts": [experts_record(plan)[i] for i in plan.given],
+        "shares": plan.shares and [plan.shares[i] for i in plan.given],
         "base": base_record(plan),
         "as": plan.recipe.form,
         "rank": plan.rank or None,
