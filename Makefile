@@ -99,8 +99,9 @@ fuzz: $(STAMP)  ## damaged compressed experts against their reader: make fuzz SE
 bench-codec: $(STAMP)  ## sizes and speeds of the codec of compressed experts
 	$(BIN)/python benchmarks/codec_speed.py
 
-docs: $(STAMP)  ## the generated reference pages and the schema of manifests
+docs: $(STAMP)  ## the generated pages and the schema of manifests
 	$(BIN)/python scripts/make_reference.py
+	$(BIN)/python scripts/make_faults.py
 	$(BIN)/python scripts/make_schema.py
 
 wheel: $(STAMP)

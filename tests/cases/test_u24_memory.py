@@ -58,6 +58,7 @@ def run(place, *rooms):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux's")
+@pytest.mark.fault("F33")
 def test_half_the_size_of_the_base_is_enough_and_too_little_is_said_before(place):
     # The expert is of one layer, which both bases have; every file of the large one is written.
     done = run(place, 64_000_000, 4_000_000)

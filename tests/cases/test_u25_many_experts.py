@@ -32,6 +32,7 @@ def compose(run, shelf, out, count):
     return (time.process_time() - start) / count
 
 
+@pytest.mark.fault("F32")
 def test_time_for_each_is_flat(run, shelf, tmp_path):
     """At 300 no more than half as much again as at 20; the quicker of several tries counts."""
     compose(run, shelf, tmp_path / "warm", FEW)
@@ -44,6 +45,7 @@ def test_time_for_each_is_flat(run, shelf, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+@pytest.mark.fault("F32")
 def test_nothing_is_kept(run, shelf, tmp_path):
     def held():
         pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -13,6 +13,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 @pytest.mark.parametrize("method", ["dare", "della", "dare-ties"])
+@pytest.mark.fault("F38")
 def test_twice_and_in_another_order_the_same_bytes(run, experts, method):
     found = {}
     for out, names in (("a", "E1 E2 E3"), ("b", "E3 E1 E2"), ("c", "E2 E3 E1")):

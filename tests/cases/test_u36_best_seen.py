@@ -29,6 +29,7 @@ def test_the_base_and_each_expert_alone_are_tried_and_kept_when_best(good, metho
 
 @pytest.mark.parametrize("method", ["lorahub", "atlas"])
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.fault("F39")
 def test_never_worse_than_the_best_that_was_tried(method, seed):
     """A rough landscape; every point that was asked for is kept beside what it gave."""
     generator = torch.Generator().manual_seed(seed)
