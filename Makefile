@@ -96,6 +96,9 @@ kills: $(STAMP)  ## kill training at random moments, many times
 fuzz: $(STAMP)  ## damaged compressed experts against their reader: make fuzz SECONDS=3600
 	$(BIN)/python scripts/fuzz_cge.py --seconds $(or $(SECONDS),60)
 
+mutate: $(STAMP)  ## delete each check of the reading modules, see whether a test notices: make mutate SECONDS=900
+	$(BIN)/python scripts/mutate.py --seconds $(or $(SECONDS),900)
+
 bench-codec: $(STAMP)  ## sizes and speeds of the codec of compressed experts
 	$(BIN)/python benchmarks/codec_speed.py
 

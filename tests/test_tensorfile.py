@@ -111,9 +111,26 @@ def test_unknown_dtype(tmp_path):
 
 @pytest.mark.fault("F04")
 def test_header_limit(tmp_path):
+    """Each limit by its own name, so that none stands in for another."""
     path = write(tmp_path / "x", {"__metadata__": {"k": "v" * 5000}})
-    with pytest.raises(LimitExceeded):
+    with pytest.raises(LimitExceeded) as caught:
         TensorFile(path, max_header=1000)
+    assert caught.value.code == "limit.header_size"
+    path = write(tmp_path / "y", {f"t{i}": entry(shape=[0], offsets=[0, 0]) for i in range(4)})
+    TensorFile(path, max_tensors=4).close()
+    with pytest.raises(LimitExceeded) as caught:
+        TensorFile(path, max_tensors=3)
+    assert caught.value.code == "limit.tensors"
+    assert read_small(path, limit=path.stat().st_size) == path.read_bytes()
+    with pytest.raises(LimitExceeded) as caught:
+        read_small(path, limit=path.stat().st_size - 1)
+    assert caught.value.code == "limit.file_size"
+
+
+@pytest.mark.parametrize("dtype", [[], {}, 32, None])
+def test_types_that_are_no_names(tmp_path, dtype):
+    with pytest.raises(Damaged, match="wrongly"):
+        TensorFile(write(tmp_path / "x", {"a": {**entry(), "dtype": dtype}}, b"\0" * 8))
 
 
 @pytest.mark.fault("F12")
