@@ -32,7 +32,7 @@ def _watch(event, args):
         host = where[0] if isinstance(where, tuple) else where
         if known and host not in _LOCAL:
             _SEEN.append(f"{event} {host}")
-    elif event == "subprocess.Popen":
+    elif event == "subprocess.Popen" and args[0] != "uname":  # which Python itself asks
         frame = sys._getframe(1)
         while frame is not None:
             name = frame.f_code.co_filename
