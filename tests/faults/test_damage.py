@@ -52,7 +52,7 @@ def test_bursts_and_sectors_of_compressed_experts(tmp_path, kind):
     write_cge(path, [coded("a", 200, 500, seed=3), coded("b", 60, 300, spread=2.0)], {}, FIELDS)
     raw = path.read_bytes()
     assert len(raw) > 3 * 4096
-    damaged = list(bursts(raw, 500) if kind == "bursts" else sectors(raw, int(kind)))
+    damaged = list(bursts(raw, 200) if kind == "bursts" else sectors(raw, int(kind)))
     assert len(damaged) > 4
     for data in damaged:
         path.write_bytes(data)
