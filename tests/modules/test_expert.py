@@ -124,6 +124,7 @@ REFUSED = [
     ("lora_alpha", 1e30, Damaged, "lora_alpha"),
     ("lora_alpha", "8", Damaged, "lora_alpha"),
     ("use_rslora", "yes", Damaged, "use_rslora"),
+    ("layers_to_transform", [0, "1"], Damaged, "layer numbers"),
     ("rank_pattern", [1], Damaged, "rank_pattern"),
     ("base_model_name_or_path", 5, Damaged, "base_model_name_or_path"),
 ]

@@ -315,6 +315,20 @@ def test_all_damaged_tensors_are_listed(path):
         same(file.read("m.empty.lora_A"), sample()[0][2])
 
 
+def test_a_dense_tensor_is_checked_where_it_is_read(path):
+    """Without `verify`, which looks at all of them, before."""
+    data = bytearray(path.read_bytes())
+    with CgeFile.open(path) as file:
+        place = file._file.infos["dense.m.bias"].start
+    data[place] ^= 1
+    path.write_bytes(bytes(data))
+    with CgeFile.open(path) as file:
+        file.read_dense("m.head")
+        with pytest.raises(Damaged, match="m.bias") as caught:
+            file.read_dense("m.bias")
+        assert caught.value.code == "damaged.crc32"
+
+
 def test_other_content_under_a_true_checksum(path):
     """The checksum of a tensor can be forged; the digest of the content cannot."""
     parts = Parts.of(path.read_bytes())
