@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Waiting threads give their core to others: on a busy machine spinning ones are many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint types bench bench-merge bench-codec bench-compress bench-route tiny-route real-route tiny-study real-study real real-compress real-methods methods base kills lm-eval ray fuzz docs wheel clean setup
+.PHONY: demo test lint types bench bench-merge bench-codec bench-compress bench-route tiny-route real-route tiny-study real-study real real-compress real-methods methods base kills lm-eval ray fuzz mutate docs wheel clean setup
 
 setup: $(STAMP)
 
@@ -96,11 +96,15 @@ kills: $(STAMP)  ## kill training at random moments, many times
 fuzz: $(STAMP)  ## damaged compressed experts against their reader: make fuzz SECONDS=3600
 	$(BIN)/python scripts/fuzz_cge.py --seconds $(or $(SECONDS),60)
 
+mutate: $(STAMP)  ## delete each check of the reading modules, see whether a test notices: make mutate SECONDS=900
+	$(BIN)/python scripts/mutate.py --seconds $(or $(SECONDS),900)
+
 bench-codec: $(STAMP)  ## sizes and speeds of the codec of compressed experts
 	$(BIN)/python benchmarks/codec_speed.py
 
-docs: $(STAMP)  ## the generated reference pages and the schema of manifests
+docs: $(STAMP)  ## the generated pages and the schema of manifests
 	$(BIN)/python scripts/make_reference.py
+	$(BIN)/python scripts/make_faults.py
 	$(BIN)/python scripts/make_schema.py
 
 wheel: $(STAMP)

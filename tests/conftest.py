@@ -1,4 +1,4 @@
-"""Shared fixtures; the whole suite runs offline and on one thread."""
+"""Shared fixtures; the whole suite runs offline, on one thread, and unpickles nothing."""
 
 import os
 import socket
@@ -7,9 +7,18 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("COLUMNS", "100")
 
+import audit
 import pytest
 import support
 import torch
+
+
+@pytest.fixture(autouse=True)
+def _harmless():
+    """Fail a test in which something was unpickled, started by the program, or looked up."""
+    audit.take()
+    yield
+    assert audit.take() == [], "the audit hook saw what no command may do"
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -52,6 +52,7 @@ def test_overwrite_replaces_the_whole_folder(tmp_path):
     assert listing(tmp_path) == ["out"]
 
 
+@pytest.mark.fault("F31")
 def test_two_writers_of_one_name_do_not_mix(tmp_path):
     first, second = fs.new_folder(tmp_path / "out"), fs.new_folder(tmp_path / "out")
     one, two = first.__enter__(), second.__enter__()
@@ -94,6 +95,7 @@ class Fault:
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+@pytest.mark.fault("F26")
 def test_failure_at_every_operation_keeps_the_old_content(tmp_path, monkeypatch, overwrite, number):
     out = tmp_path / "out"
     if overwrite:
@@ -119,6 +121,7 @@ def test_failure_at_every_operation_keeps_the_old_content(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.fault("F28")
 def test_kill_at_every_operation_leaves_old_or_new(tmp_path, overwrite):
     out = tmp_path / "out"
     states = set()
@@ -178,6 +181,7 @@ def test_replace_file_failing_keeps_the_old(tmp_path, monkeypatch, at):
     assert listing(tmp_path) == ["f"]
 
 
+@pytest.mark.fault("F27")
 def test_unusable_targets_are_found_before_work(tmp_path):
     (tmp_path / "file").write_text("x")
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
@@ -192,6 +196,7 @@ def test_unusable_targets_are_found_before_work(tmp_path):
     ["with space", "emoji-🦙", "new\nline", "-dash", "‏rtl", "🦙" * 60, "🦙" * 63, "é" * 127,
      "x" * 255, os.fsdecode(b"\xff" * 255)],
 )  # fmt: skip
+@pytest.mark.fault("F27")
 def test_odd_names_work(tmp_path, name):
     """A name takes up to 255 bytes: 63 emoji of 4 bytes are 252."""
     for overwrite in (False, True):
@@ -235,6 +240,7 @@ def test_leftovers_of_long_names_are_collected(tmp_path):
         "save_file({'t': torch.ones(1250)}, stage / 'big')",
     ],
 )
+@pytest.mark.fault("F26")
 def test_file_size_limit_is_a_storage_error(tmp_path, statement):
     code = (
         "import resource, signal, sys, pathlib, torch\n"

@@ -30,11 +30,13 @@ from cgmerge.errors import CgmergeError, Damaged, LimitExceeded
         b'{"a": 1} trailing',
     ],
 )
+@pytest.mark.fault("F07")
 def test_refused_as_damaged(text):
     with pytest.raises(Damaged, match="thing"):
         strictjson.loads(text, source="thing")
 
 
+@pytest.mark.fault("F07")
 def test_depth_and_size_are_limits():
     with pytest.raises(LimitExceeded, match="too deeply"):
         strictjson.loads(b"[" * 100_000 + b"]" * 100_000, source="deep")
@@ -66,6 +68,7 @@ def test_what_is_written_is_read(value):
 
 
 @given(st.binary(max_size=200))
+@pytest.mark.fault("F07")
 def test_only_our_errors_escape(data):
     with contextlib.suppress(CgmergeError):
         strictjson.loads(data, source="x")

@@ -90,6 +90,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
+@pytest.mark.fault("F04")
 def test_lying_headers(tmp_path, name):
     header, size = HEADERS[name]
     with pytest.raises(Damaged):
@@ -108,12 +109,31 @@ def test_unknown_dtype(tmp_path):
         TensorFile(write(tmp_path / "x", {"a": entry(dtype="F4")}, b"\0" * 8))
 
 
+@pytest.mark.fault("F04")
 def test_header_limit(tmp_path):
+    """Each limit by its own name, so that none stands in for another."""
     path = write(tmp_path / "x", {"__metadata__": {"k": "v" * 5000}})
-    with pytest.raises(LimitExceeded):
+    with pytest.raises(LimitExceeded) as caught:
         TensorFile(path, max_header=1000)
+    assert caught.value.code == "limit.header_size"
+    path = write(tmp_path / "y", {f"t{i}": entry(shape=[0], offsets=[0, 0]) for i in range(4)})
+    TensorFile(path, max_tensors=4).close()
+    with pytest.raises(LimitExceeded) as caught:
+        TensorFile(path, max_tensors=3)
+    assert caught.value.code == "limit.tensors"
+    assert read_small(path, limit=path.stat().st_size) == path.read_bytes()
+    with pytest.raises(LimitExceeded) as caught:
+        read_small(path, limit=path.stat().st_size - 1)
+    assert caught.value.code == "limit.file_size"
 
 
+@pytest.mark.parametrize("dtype", [[], {}, 32, None])
+def test_types_that_are_no_names(tmp_path, dtype):
+    with pytest.raises(Damaged, match="wrongly"):
+        TensorFile(write(tmp_path / "x", {"a": {**entry(), "dtype": dtype}}, b"\0" * 8))
+
+
+@pytest.mark.fault("F12")
 def test_only_regular_files(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "x")
     (tmp_path / "link").symlink_to(tmp_path / "x")
@@ -128,6 +148,7 @@ def test_only_regular_files(tmp_path):
         TensorFile(tmp_path / "missing")
 
 
+@pytest.mark.fault("F42")
 def test_file_that_shrinks_while_open(tmp_path):
     save_file({"a": torch.ones(100)}, tmp_path / "x")
     with TensorFile(tmp_path / "x") as file:
@@ -136,6 +157,7 @@ def test_file_that_shrinks_while_open(tmp_path):
             file.read("a")
 
 
+@pytest.mark.fault("F42")
 def test_replaced_file_does_not_change_what_is_open(tmp_path):
     save_file({"a": torch.ones(3)}, tmp_path / "x")
     with TensorFile(tmp_path / "x") as file:
@@ -161,6 +183,7 @@ def test_every_flip_of_the_header_is_an_error_or_still_covers_the_file(tmp_path_
         pass
 
 
+@pytest.mark.fault("F01")
 def test_every_truncation_is_found(tmp_path):
     save_file({"a": torch.ones(3), "b": torch.ones(2)}, tmp_path / "x")
     raw = (tmp_path / "x").read_bytes()

@@ -46,6 +46,7 @@ from cgmerge.cli.spread import spread
 from cgmerge.cli.streams import drop_stdout, prepare_streams
 from cgmerge.cli.usage import as_usage_error, refuse_unusable
 from cgmerge.errors import CgmergeError, LimitExceeded, StorageError, UsageError
+from cgmerge.memory import is_shortage
 from cgmerge.oserrors import reason_of
 
 _INTERRUPTED = 130
@@ -209,7 +210,7 @@ def _exit_code(error: BaseException, words: list[str]) -> int:
     if isinstance(error, BrokenPipeError):
         drop_stdout()  # the reader (`| head`) went away
         return 0
-    if isinstance(error, MemoryError):
+    if is_shortage(error):
         print_error(
             LimitExceeded("out of memory", code="memory", hint="close other programs, or use less"),
             as_json="--json" in words,

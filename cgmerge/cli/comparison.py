@@ -134,7 +134,9 @@ def _pairwise(matrix: "Tensor") -> float:
 def _notes(
     experts: "list[Expert]", norms: list[float], modules: "dict[str, ModuleComparison]"
 ) -> list[str]:
-    """Say what stands out: sizes far from the others', experts alike, modules of a few."""
+    """Say what stands out: sizes far from the others', odd deltas, modules of a few."""
+    from cgmerge.merge.outliers import unusual
+
     notes = []
     middle = statistics.median(norms)
     for expert, norm in zip(experts, norms, strict=True):
@@ -145,6 +147,7 @@ def _notes(
                 f"{expert.name} is an outlier: ‖ΔW‖ {norm:.4g}, the median is {middle:.4g};"
                 " consider a weight"
             )
+        notes += [f"{expert.name}: unusual: {note}" for note in unusual(expert.deltas())]
     partial = [name for name, m in modules.items() if 0.0 in m.norms and max(m.norms) > 0]
     if partial:
         notes.append(

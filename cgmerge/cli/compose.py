@@ -9,7 +9,7 @@ from cgmerge.cli import options
 from cgmerge.cli.output import Output
 from cgmerge.errors import UsageError
 from cgmerge.quoting import quoted
-from cgmerge.shown import score_text
+from cgmerge.shown import score_text, some_of
 
 if TYPE_CHECKING:
     from cgmerge.evals.suite import SkillSet
@@ -273,7 +273,7 @@ def _tuned(plan: "Plan", skills: "list[SkillSet]", budget: int | None, output: O
     from cgmerge.modules.loading import load_base
 
     assert plan.base is not None
-    loaded = load_base(plan.base)
+    loaded = load_base(plan.base, with_encoder=True)
     budget = budget or DEFAULT_BUDGET
     with output.progress("tune", budget) as advance:
         found = tune(plan, loaded, skills, budget=budget, progress=advance)
@@ -297,6 +297,7 @@ def _tuned(plan: "Plan", skills: "list[SkillSet]", budget: int | None, output: O
 def _run(plan: "Plan", out: Path, *, overwrite: bool, output: Output) -> None:
     from cgmerge.modules.compose import describe, run_plan
 
+    shares = plan.shares  # read before anything is written, as everything is
     with output.progress("merge", len(plan.sizes)) as advance:
         composed = run_plan(plan, out, overwrite=overwrite, progress=advance)
     for warning in composed.warnings[len(plan.warnings) :]:
@@ -312,6 +313,9 @@ def _run(plan: "Plan", out: Path, *, overwrite: bool, output: Output) -> None:
         output.detail("worst", f"{worst[0]}: {worst[1].error:.2%}")
     else:
         output.line("lost", f"{composed.rounding_error:.2%} of ‖ΔW‖ to rounding")
+    if shares and len(plan.experts) > 1:
+        parts = (f"{plan.experts[i].name} {shares[i]:.0%}" for i in plan.given)
+        output.line("shares", f"{some_of(parts, 8)} of Σ |weight|·‖ΔW‖")
     for path, report in composed.modules.items():
         output.detail("module", f"{path}: norm {report.norm:.4g}, error {report.error:.3%}")
     output.line("wrote", f"{out} ({size / 1e6:.2f} MB, ‖ΔW‖ {composed.written_norm:.4g})")

@@ -214,7 +214,7 @@ def _calibrated(
     from cgmerge.modules.loading import load_base
 
     assert plan.base is not None
-    loaded = load_base(plan.base)
+    loaded = load_base(plan.base, with_encoder=True)
     exact = dict(plan.expert.deltas())
     search = Search(plan.mode, plan.raw_factors(), plan.request.alpha, plan.request.multiplier)
 

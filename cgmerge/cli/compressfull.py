@@ -69,7 +69,7 @@ def _calibrated(
     from cgmerge.evals.fullcompression import FullCalibration
     from cgmerge.modules.loading import load_base
 
-    loaded = load_base(plan.base)
+    loaded = load_base(plan.base, with_encoder=True)
     count = FullCalibration.count(plan, options)
     if count:
         with output.progress("tune", count) as advance:

@@ -236,8 +236,8 @@ class Call:
 
         return open_targets(self.targets, self.base, force_base=self.force_base)
 
-    def load(self) -> "LoadedBase":
-        """Bring the base into memory."""
+    def load(self, *, with_encoder: bool = False) -> "LoadedBase":
+        """Bring the base into memory; one with an encoder only where that can be used."""
         from cgmerge.modules.loading import load_base
 
         loading = self.settings.loading
@@ -246,6 +246,7 @@ class Call:
             device=loading.device,
             dtype=loading.dtype,
             load_in_4bit=loading.load_in_4bit,
+            with_encoder=with_encoder,
         )
         kind = str(loaded.model.dtype).removeprefix("torch.")
         self.output.detail("device", f"{loaded.model.device}, {kind}")
@@ -397,7 +398,7 @@ def _measure(
     settings, output = call.settings, call.output
     experts = [one for one in targets if one.kind == "expert"]
     other = picks.settings(settings)
-    loaded = call.load()
+    loaded = call.load(with_encoder=True)
     with output.progress("eval", count_rows(targets, skills, settings)) as advance:
         found = evaluate_targets(loaded, targets, skills, settings, progress=advance)
     validation = None

@@ -120,6 +120,8 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 def _facts(expert: "Expert") -> dict[str, Any]:
+    from cgmerge.merge.outliers import unusual
+
     deltas = expert.deltas()
     modules = {
         path: {"rank": pair.rank, "scaling": pair.scaling, "norm": deltas[path].norm()}
@@ -139,6 +141,7 @@ def _facts(expert: "Expert") -> dict[str, Any]:
         "norm": sum(m["norm"] ** 2 for m in modules.values()) ** 0.5,
         "idle_modules": [path for path, m in modules.items() if m["norm"] == 0.0],
         "modules": modules,
+        "unusual": unusual(deltas),
         "card": card,
         "warnings": list(expert.warnings),
     }
@@ -183,6 +186,7 @@ def _lines(expert: "Expert", facts: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if facts["idle_modules"]:
         lines.append(("idle", f"{counted(len(facts['idle_modules']), 'module')} with ΔW = 0"))
+    lines += [("unusual", note) for note in facts["unusual"]]
     if expert.card:
         lines += [
             ("data", f"{source.name}: {counted(source.rows, 'row')}, sha256 {source.sha256[:12]}…")

@@ -77,7 +77,7 @@ class Learning:
         routers, aside = self._routers()
         for name, why in aside.items():
             output.line("left out", f"{name}: {why}")
-        loaded = load_base(plan.base)
+        loaded = load_base(plan.base, with_encoder=True)
         made = self._made(plan, loaded, routers, output)
         _show(made, self.method, plan.given, output)
         data = [
@@ -96,12 +96,16 @@ class Learning:
     def _routers(self) -> "tuple[list[RoutedPlan], dict[str, str]]":
         """Return the routed methods that may be chosen, and why others may not."""
         from cgmerge.evals.routedauto import TRIED, open_routed
+        from cgmerge.modules.base import open_base
         from cgmerge.modules.learned.presets import AutoSettings
 
         if not isinstance(self.settings, AutoSettings):
             return [], {}
         if not self.settings.routed:
             return [], dict.fromkeys(TRIED, "--set routed=false")
+        base = self.recipe.base
+        if base is not None and open_base(base).has_encoder:
+            return [], dict.fromkeys(TRIED, "the base reads prompts with an encoder")
         if self.fixed is not None:
             return [], dict.fromkeys(TRIED, f"{self.fixed} asks for one result for every input")
         return open_routed(self.recipe, self.examples, self.seed)

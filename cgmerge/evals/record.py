@@ -419,6 +419,7 @@ def load_record(path: Path) -> Evaluation:
 
     Raises:
         NotFound: No such record, or its items file is gone.
+        Unsafe: The items are a link; the record itself may be one, as the user names it.
         Damaged: Not a record, or the items are not those that the record was written with.
     """
     record = _read_record(path)
@@ -444,7 +445,7 @@ def _load_items(path: Path, record: Record) -> tuple[Item, ...]:
     # The final name twice: a writer may move the waiting items there meanwhile.
     for place in (beside, _next_path(path), beside):
         with contextlib.suppress(NotFound):
-            lines = read_small(fs.absolute(place), limit=MAX_ITEM_BYTES, follow_links=True)
+            lines = read_small(fs.absolute(place), limit=MAX_ITEM_BYTES)
             digest = hashlib.sha256(lines).hexdigest()
             if digest == info.sha256:
                 return tuple(_validated(_ITEM, line, str(place)) for line in lines.splitlines())

@@ -21,6 +21,8 @@ from cgmerge.modules.teacher import (
     LOGIT_BUDGET,
     Extent,
     batches_of,
+    decoder_start,
+    encoder_inputs,
     make_batch,
     position_limit,
     target_logits,
@@ -204,26 +206,42 @@ def _generate_batch(
     length = max(lengths)
     if limit is not None:
         length = min(length, limit - width)
-    pads = [width - len(row.prompt_ids) for row in rows]
-    ids = [[0] * pad + row.prompt_ids for pad, row in zip(pads, rows, strict=True)]
-    mask = [[0] * pad + [1] * (width - pad) for pad in pads]
+    ids, mask, start, more = _prompts(model, rows, width)
     write: Any = model.generate
     # Beyond the first end token a finished row is filled with the pad token.
     written: Tensor = write(
-        torch.tensor(ids, device=model.device),
-        attention_mask=torch.tensor(mask, device=model.device),
+        ids,
+        attention_mask=mask,
         max_new_tokens=length,
         do_sample=False,
         use_cache=True,
         eos_token_id=list(ends),
         pad_token_id=ends[0],
-        stopping_criteria=None if stopping is None else [stopping(width)],
+        stopping_criteria=None if stopping is None else [stopping(start)],
+        **more,
     )
     # The longest target of the batch must not decide how far the others are shown.
     return [
         _until_end(tokens[:own], ends)
-        for tokens, own in zip(written[:, width:].tolist(), lengths, strict=True)
+        for tokens, own in zip(written[:, start:].tolist(), lengths, strict=True)
     ]
+
+
+def _prompts(
+    model: "PreTrainedModel", rows: Sequence[Encoded], width: int
+) -> tuple[Tensor, Tensor, int, dict[str, Any]]:
+    """Return prompts, their mask, where the answer begins in what is written, and options."""
+    if model.config.is_encoder_decoder:
+        return *encoder_inputs(model, rows), 1, {"decoder_start_token_id": decoder_start(model)}
+    pads = [width - len(row.prompt_ids) for row in rows]
+    ids = [[0] * pad + row.prompt_ids for pad, row in zip(pads, rows, strict=True)]
+    mask = [[0] * pad + [1] * (width - pad) for pad in pads]
+    return (
+        torch.tensor(ids, device=model.device),
+        torch.tensor(mask, device=model.device),
+        width,
+        {},
+    )
 
 
 def _until_end(tokens: Sequence[int], ends: Sequence[int]) -> tuple[int, ...]:

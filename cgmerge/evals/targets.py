@@ -130,6 +130,7 @@ def ready(target: Target, loaded: LoadedBase, options: LoadOptions) -> Iterator[
             device=options.device,
             dtype=options.dtype,
             load_in_4bit=options.load_in_4bit,
+            with_encoder=True,
         )
         yield Ready(own)
     elif target.composition is not None:

@@ -63,7 +63,11 @@ def hooked(model: "torch.nn.Module", makers: Mapping[str, MakeHook]) -> Iterator
     missing = [path for path in makers if path not in modules]
     if missing:
         raise Incompatible(
-            f"the model has no module {some_of(missing)}", code="modules", found=missing
+            f"the model has no module {some_of(missing)}",
+            code="modules",
+            hint="where its files have these weights, as those of models with fused experts,"
+            " compose --as model merges into them",
+            found=missing[:5],
         )
     handles = []
     try:

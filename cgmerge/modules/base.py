@@ -78,6 +78,11 @@ class Base:
         value = self.config.get("vocab_size")
         return value if isinstance(value, int) else None
 
+    @property
+    def has_encoder(self) -> bool:
+        """Return whether an encoder reads the prompt and a decoder writes the answer (T5, BART)."""
+        return self.config.get("is_encoder_decoder") is True
+
     @cached_property
     def fingerprint(self) -> str:
         """Digest over architecture, names, shapes and sampled weights, as `fp1:<32 hex>`.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from cgmerge import fs
 from cgmerge.errors import Damaged, Incompatible, NotFound, UsageError
+from cgmerge.memory import refuse_shortage
 from cgmerge.modules.adapter_config import MAX_RANK
 from cgmerge.modules.base import Base, open_base
 from cgmerge.modules.compose_checks import check_alike, check_same_base
@@ -104,6 +105,16 @@ class Plan:
     def ids(self) -> list[str]:
         """Return what random methods know the experts by: their content."""
         return [expert.digest for expert in self.experts]
+
+    @cached_property
+    def shares(self) -> list[float] | None:
+        """Return each expert's part of Σ |weight|·‖ΔW‖; None with full models or parts."""
+        if self.has_full or self.parts:
+            return None
+        norms = [math.sqrt(sum(d[path].norm() ** 2 for path in d)) for d in self.deltas]
+        sizes = [abs(w) * norm for w, norm in zip(self.rule.weights, norms, strict=True)]
+        total = sum(sizes)
+        return [size / total if total else 0.0 for size in sizes]
 
     @property
     def entries(self) -> int:
@@ -219,6 +230,7 @@ def run_plan(
         Incompatible: The result changes nothing, or rounding swallows most of it.
         Damaged: An input is not finite, or what was written does not read back the same.
         StorageError: Disk full and the like; nothing is left behind.
+        LimitExceeded: It needs more memory than this process may take.
     """
     out = fs.absolute(out)
     check_outputs(plan, out, overwrite=overwrite)
@@ -238,15 +250,17 @@ def run_plan(
 
 
 def check_outputs(plan: Plan, out: Path, *, overwrite: bool) -> None:
-    """Refuse an unusable result folder before any work is done.
+    """Refuse an unusable result folder, or too little memory, before any work is done.
 
     Raises:
         UsageError: It exists, or lies inside an expert or the base.
         StorageError: It cannot be written.
+        LimitExceeded: The memory that is left cannot hold what is computed.
     """
     out = fs.absolute(out)
     check_out(out, [expert.folder for expert in plan.experts], plan.base)
     fs.check_target(out, overwrite=overwrite)
+    refuse_shortage(plan.peak_bytes, "this merge")
 
 
 def describe(composed: Composed) -> dict[str, Any]:
@@ -259,6 +273,7 @@ def describe(composed: Composed) -> dict[str, Any]:
         "params": params,
         "scale": scale,
         "experts": [experts_record(plan)[i] for i in plan.given],
+        "shares": plan.shares and [plan.shares[i] for i in plan.given],
         "base": base_record(plan),
         "as": plan.recipe.form,
         "rank": plan.rank or None,

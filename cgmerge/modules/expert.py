@@ -18,6 +18,7 @@ from cgmerge.modules.adapter_config import AdapterConfig, parse_adapter_config
 from cgmerge.modules.base import Base, ModuleShape
 from cgmerge.modules.card import ExpertCard, read_card
 from cgmerge.modules.pairs import CONFIG, PREFIX, Pair, Tensors, pair_up
+from cgmerge.modules.vocabulary import check_tokenizer
 from cgmerge.refs import label, local_place
 from cgmerge.shown import some_of
 from cgmerge.tensorfile import TensorFile, read_small
@@ -102,7 +103,7 @@ class Expert:
 
         Args:
             base: The base to check names, shapes and fingerprint against.
-            force_base: Accept another fingerprint (the shapes must still fit).
+            force_base: Accept another fingerprint or tokenizer (the shapes must still fit).
 
         Raises:
             Incompatible: Another base, or names and shapes that do not fit one to one.
@@ -110,6 +111,8 @@ class Expert:
         if base is not None:
             self._check_fingerprint(base, force=force_base)
             check_modules(self, base)
+            if not (self.compressed or force_base):
+                check_tokenizer(self.folder, base)
         return ExpertDeltas(self)
 
     def _check_fingerprint(self, base: Base, *, force: bool) -> None:

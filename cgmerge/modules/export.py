@@ -10,7 +10,7 @@ Compositions in which every token decides cannot be served that way, and are ref
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +31,9 @@ TABLE = "routing.json"
 ADAPTERS = "adapters"
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes for --max-lora-rank."""
+
+VLLM_DEFAULT_RANK = 16
+"""The largest rank that vLLM takes where nobody says --max-lora-rank."""
 
 
 @dataclass(frozen=True)
@@ -74,36 +77,67 @@ def export(
         UsageError: `out` exists, or a rank that no server takes.
     """
     out = fs.absolute(out)
-    if rank is not None and not 1 <= rank <= MAX_RANK:
-        raise UsageError(f"the rank must be from 1 to {MAX_RANK:,}, found {rank}", code="rank")
     fs.check_target(out, overwrite=overwrite)
-    adapters = _adapters(composition, server, task)
+    adapters, planned = _planned(composition, server, task, rank)
     with fs.new_folder(out, overwrite=overwrite) as stage:
-        single = server != "vllm"
-        written: dict[str, str] = {}
-        ranks, errors = [], []
-        if not single:
-            fs.make_folder(stage / ADAPTERS)
-        for name, deltas in adapters.items():
-            if not deltas:
-                raise Incompatible(
-                    f"task {name!r} uses no expert at all: there is no adapter to write",
-                    code="no_effect",
-                    hint="serve the base for it",
-                )
-            place = stage if single else stage / ADAPTERS / name
-            if not single:
-                fs.make_folder(place)
-            kept, error = _write(place, deltas, name, composition, rank)
-            written[name] = "." if single else f"{ADAPTERS}/{name}"
-            ranks.append(kept)
-            errors.append(error)
-        exported = Exported(written, max(ranks), max(errors))
         if server == "vllm":
-            exported = _vllm(stage, composition, exported)
+            fs.make_folder(stage / ADAPTERS)
+        errors = []
+        for name, path in planned.adapters.items():
+            if server == "vllm":
+                fs.make_folder(stage / path)
+            errors.append(_write(stage / path, adapters[name], name, composition, rank))
+        exported = replace(planned, error=max(errors))
+        if server == "vllm":
+            _vllm(stage, composition, exported)
         if server == "ollama":
             _ollama(stage, composition)
     return exported
+
+
+def plan_export(
+    composition: Composition, server: Server, *, task: str | None = None, rank: int | None = None
+) -> Exported:
+    """Say what `export` would write, and refuse what it would refuse; nothing is written.
+
+    Args:
+        composition: From `open_composition`.
+        server: Which form.
+        task: For a routed table as one adapter: whose row.
+        rank: Cut adapters to it; None keeps them exact.
+
+    Returns:
+        Names, the rank, and the command; `error` is 0, as it is measured while cutting.
+
+    Raises:
+        Incompatible: Tokens decide, so that no adapter per request does the same.
+        UsageError: A rank that no server takes.
+    """
+    return _planned(composition, server, task, rank)[1]
+
+
+def _planned(
+    composition: Composition, server: Server, task: str | None, rank: int | None
+) -> "tuple[Mapping[str, Mapping[str, LowRank]], Exported]":
+    """Return the deltas by name, and what is known of the result before it is written."""
+    if rank is not None and not 1 <= rank <= MAX_RANK:
+        raise UsageError(f"the rank must be from 1 to {MAX_RANK:,}, found {rank}", code="rank")
+    adapters = _adapters(composition, server, task)
+    empty = next((name for name, deltas in adapters.items() if not deltas), None)
+    if empty is not None:
+        raise Incompatible(
+            f"task {empty!r} uses no expert at all: there is no adapter to write",
+            code="no_effect",
+            hint="serve the base for it",
+        )
+    kept = max(_exact(deltas) for deltas in adapters.values()) if rank is None else rank
+    places = {name: f"{ADAPTERS}/{name}" if server == "vllm" else "." for name in adapters}
+    command = _command(composition, places, kept) if server == "vllm" else None
+    return adapters, Exported(places, kept, 0.0, command)
+
+
+def _exact(deltas: "Mapping[str, LowRank]") -> int:
+    return max(delta.rank for delta in deltas.values())
 
 
 def _adapters(
@@ -161,12 +195,11 @@ def _write(
     name: str,
     composition: Composition,
     rank: int | None,
-) -> tuple[int, float]:
-    """Write one adapter with one rank for all modules; return it and the share that was lost."""
+) -> float:
+    """Write one adapter with one rank for all modules; return the share that was lost."""
     from cgmerge.merge import LowRank, pad_rank, truncate
 
-    exact = max(delta.rank for delta in deltas.values())
-    kept = exact if rank is None else rank
+    kept = _exact(deltas) if rank is None else rank
     lost = total = 0.0
     padded: dict[str, LowRank] = {}
     for path, delta in deltas.items():
@@ -181,38 +214,41 @@ def _write(
         like = next(iter(padded.values()))
         padded[path] = LowRank(like.a.new_zeros(kept, into), like.b.new_zeros(outs, kept))
     config = composition.experts[0].config
-    form = AdapterForm(kept, kept, config.base_name, config.fan_in_fan_out)
+    form = AdapterForm(kept, kept, config.base_name, config.fan_in_fan_out, config.task_type)
     write_adapter(folder, {path: (delta.a, delta.b) for path, delta in padded.items()}, form)
     training = {"exported": composition.method}
     card = ExpertCard(
         skill=name, base=composition.base, training=training, versions=package_versions()
     )
     write_card(folder, card)
-    return kept, math.sqrt(lost / total) if total else 0.0
+    return math.sqrt(lost / total) if total else 0.0
 
 
-def _vllm(stage: Path, composition: Composition, exported: Exported) -> Exported:
-    fits = next((size for size in VLLM_RANKS if size >= exported.rank), None)
+def _command(composition: Composition, places: Mapping[str, str], rank: int) -> str:
+    """Return how vLLM is started with adapters of a rank."""
+    fits = next((size for size in VLLM_RANKS if size >= rank), None)
     if fits is None:
         raise UsageError(
-            f"vLLM takes ranks up to {VLLM_RANKS[-1]}; these adapters have {exported.rank}",
+            f"vLLM takes ranks up to {VLLM_RANKS[-1]}; these adapters have {rank}",
             code="rank",
             hint="cut them with --rank N",
             expected=VLLM_RANKS[-1],
-            found=exported.rank,
+            found=rank,
         )
-    names = " ".join(f"{name}={path}" for name, path in exported.adapters.items())
-    command = (
+    names = " ".join(f"{name}={path}" for name, path in places.items())
+    return (
         f"vllm serve {shlex.quote(_served_base(composition))} --enable-lora"
-        f" --max-lora-rank {fits} --max-loras {min(len(exported.adapters), 8)}"
+        f" --max-lora-rank {fits} --max-loras {min(len(places), 8)}"
         f" --lora-modules {names}"
     )
+
+
+def _vllm(stage: Path, composition: Composition, exported: Exported) -> None:
     fs.write_json(stage / TABLE, _table(composition, exported))
     fs.write_bytes(
         stage / "serve.sh",
-        f"#!/bin/sh\n# From this folder.{_note(composition)}\n{command}\n".encode(),
+        f"#!/bin/sh\n# From this folder.{_note(composition)}\n{exported.command}\n".encode(),
     )
-    return Exported(exported.adapters, exported.rank, exported.error, command)
 
 
 def _table(composition: Composition, exported: Exported) -> dict[str, Any]:

@@ -167,6 +167,7 @@ def run_extraction(
             alpha=plan.rank,
             base_name=plan.base.ref,
             fan_in_fan_out=any(s.transposed for p, s in plan.linear.values() if p in factors),
+            task_type="SEQ_2_SEQ_LM" if plan.base.has_encoder else "CAUSAL_LM",
         )
         write_adapter(stage, factors, form)
         verify_adapter(stage, factors)

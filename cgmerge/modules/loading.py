@@ -100,7 +100,12 @@ def pick_dtype(wanted: str, device: "torch.device") -> "torch.dtype":
 
 
 def load_base(
-    base: Base, *, device: str = "auto", dtype: str = "auto", load_in_4bit: bool = False
+    base: Base,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    load_in_4bit: bool = False,
+    with_encoder: bool = False,
 ) -> LoadedBase:
     """Load model and tokenizer from the base's own folder.
 
@@ -109,14 +114,18 @@ def load_base(
         device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps` …
         dtype: One of `DTYPES`.
         load_in_4bit: NF4 through bitsandbytes, with its CPU repacking switched off.
+        with_encoder: Whether the caller can use a model that reads prompts with an encoder.
 
     Raises:
-        Incompatible: Not a causal language model that transformers knows.
+        Incompatible: Not a language model that transformers knows, or one with an encoder where
+            only causal ones will do.
         MissingExtra: 4-bit asked for without bitsandbytes.
         EnvironmentProblem: No such device.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
+    if not with_encoder:
+        refuse_encoder(base)
     place = pick_device(device)
     options: dict[str, Any] = {
         "local_files_only": True,
@@ -129,7 +138,8 @@ def load_base(
         options["device_map"] = {"": place}
     with quiet_transformers():
         try:
-            model = AutoModelForCausalLM.from_pretrained(base.folder, **options)
+            kind: Any = AutoModelForSeq2SeqLM if base.has_encoder else AutoModelForCausalLM
+            model = kind.from_pretrained(base.folder, **options)
             tokenizer = AutoTokenizer.from_pretrained(
                 base.folder, local_files_only=True, trust_remote_code=False
             )
@@ -140,11 +150,26 @@ def load_base(
                 path=base.folder,
             ) from error
     if not load_in_4bit:
-        model.to(place)  # type: ignore[arg-type]  # transformers decorates `to` loosely
+        model.to(place)
     guard_four_bit(model)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return LoadedBase(base, model.eval(), tokenizer)
+
+
+def refuse_encoder(base: Base) -> None:
+    """Refuse a model that reads prompts with an encoder, for what only causal ones can do.
+
+    Raises:
+        Incompatible: It is one.
+    """
+    if base.has_encoder:
+        raise Incompatible(
+            f"{base.ref} reads prompts with an encoder; this takes causal language models",
+            code="encoder",
+            hint="such models can be merged, scored (eval) and learned for (compose --examples,"
+            " --tune)",
+        )
 
 
 def guard_four_bit(model: "torch.nn.Module") -> int:

@@ -35,6 +35,7 @@ class Batch:
         places: Its position among the logits from `first` on, [targets].
         wanted: The target tokens, one row after the other, [targets].
         counts: Target tokens of each row.
+        rows: What it was made of.
     """
 
     ids: Int[Tensor, "rows width"]
@@ -44,6 +45,7 @@ class Batch:
     places: Int[Tensor, " targets"]
     wanted: Int[Tensor, " targets"]
     counts: tuple[int, ...]
+    rows: tuple[Encoded, ...]
 
 
 def make_batch(rows: Sequence[Encoded], device: torch.device) -> Batch:
@@ -67,11 +69,14 @@ def make_batch(rows: Sequence[Encoded], device: torch.device) -> Batch:
         places=torch.tensor(places, device=device),
         wanted=torch.tensor([token for row in rows for token in row.target_ids], device=device),
         counts=counts,
+        rows=tuple(rows),
     )
 
 
 def target_logits(model: "PreTrainedModel", batch: Batch) -> Float[Tensor, "targets vocab"]:
     """Return the logits that speak about each target token, float32, one row after the other."""
+    if model.config.is_encoder_decoder:
+        return _answered(model, batch)
     width = batch.ids.shape[1]
     known = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"use_cache": False}
@@ -83,6 +88,38 @@ def target_logits(model: "PreTrainedModel", batch: Batch) -> Float[Tensor, "targ
     logits: Tensor = model(input_ids=batch.ids, attention_mask=batch.mask, **options).logits
     kept = logits if "logits_to_keep" in known else logits[:, batch.first :]
     return kept[batch.lines, batch.places].float()
+
+
+def _answered(model: "PreTrainedModel", batch: Batch) -> Float[Tensor, "targets vocab"]:
+    """Return the same of a model whose encoder reads the prompts and whose decoder answers."""
+    ids, mask = encoder_inputs(model, batch.rows)
+    start = decoder_start(model)
+    said = [[start, *row.target_ids[:-1]] for row in batch.rows]
+    width = max(batch.counts)
+    fed = torch.tensor([row + [0] * (width - len(row)) for row in said], device=ids.device)
+    logits: Tensor = model(
+        input_ids=ids, attention_mask=mask, decoder_input_ids=fed, use_cache=False
+    ).logits
+    steps = [step for count in batch.counts for step in range(count)]
+    return logits[batch.lines, torch.tensor(steps, device=ids.device)].float()
+
+
+def encoder_inputs(
+    model: "PreTrainedModel", rows: Sequence[Encoded]
+) -> tuple[Int[Tensor, "rows width"], Int[Tensor, "rows width"]]:
+    """Return prompts as encoders were trained on them, ended by the end token, and their mask."""
+    end = model.config.eos_token_id
+    last = end if isinstance(end, int) else end[0]
+    prompts = [[*row.prompt_ids, last] for row in rows]
+    width = max(map(len, prompts))
+    ids = [prompt + [0] * (width - len(prompt)) for prompt in prompts]
+    mask = [[1] * len(prompt) + [0] * (width - len(prompt)) for prompt in prompts]
+    return torch.tensor(ids, device=model.device), torch.tensor(mask, device=model.device)
+
+
+def decoder_start(model: "PreTrainedModel") -> int:
+    """Return the token that a decoder begins with."""
+    return int(model.config.decoder_start_token_id)
 
 
 def position_limit(model: "PreTrainedModel") -> int | None:

@@ -7,6 +7,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 @pytest.mark.parametrize("command", ["inspect", "compose"])
+@pytest.mark.fault("F01")
 def test_half_a_file(run, experts, command):
     path = experts / "E1" / WEIGHTS
     size = path.stat().st_size
@@ -26,6 +27,7 @@ def test_half_a_file(run, experts, command):
     assert cases.tree(experts) == before
 
 
+@pytest.mark.fault("F03")
 def test_bytes_appended_to_the_second_expert(run, experts):
     path = experts / "E2" / WEIGHTS
     path.write_bytes(path.read_bytes() + bytes(16))
@@ -40,6 +42,7 @@ def test_bytes_appended_to_the_second_expert(run, experts):
     assert not (experts / "out").exists()
 
 
+@pytest.mark.fault("F01")
 def test_any_length(run, experts):
     path = experts / "E1" / WEIGHTS
     data = path.read_bytes()

@@ -1,9 +1,11 @@
 """U09: experts of different rank."""
 
 import case_support as cases
+import pytest
 import support
 
 
+@pytest.mark.fault("F19")
 def test_ties_of_rank_4_and_8(run, experts):
     words = ["compose", experts / "E1", experts / "E3", "-m", "ties", "--set", "density=0.5"]
     whole = cases.done(run(*words, "--rank", 32, "-o", experts / "whole", "--json"))

@@ -51,6 +51,7 @@ def test_the_hook_sees_sockets(sockets):
         ("lib", "there are experts in expert1"),
     ],
 )
+@pytest.mark.fault("F35")
 def test_local_unless_written_otherwise(run, lib, sockets, command, ref, hint):
     out = ["-o", "out"] if command == "compose" else []
     result = run(command, ref, *out, "--json")

@@ -19,6 +19,7 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.fault("F37")
 def test_newest_checkpoint_damaged(run, place, tmp_path, monkeypatch, lost):
     """A file cut in half, or gone: it says so and goes on from the one before."""
     given = ["train", "--base", place / "base", "--data", place / "reverse.jsonl", "--steps", 6]

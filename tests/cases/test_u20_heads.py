@@ -18,6 +18,7 @@ def headed(experts):
 
 
 @pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.fault("F20")
 def test_refused_with_the_list(run, headed, models, listed):
     if listed:
         for name in ("E1", "E2"):
@@ -39,6 +40,7 @@ def test_refused_with_the_list(run, headed, models, listed):
         assert not (headed / "out").exists()
 
 
+@pytest.mark.fault("F20")
 def test_one_head_is_refused_as_well(run, headed, experts):
     support.make_expert(experts / "plain", {"model.layers.0.self_attn.q_proj": (32, 32)}, seed=8)
     words = ["compose", experts / "plain", headed / "E2", "-o", experts / "out", "--json"]

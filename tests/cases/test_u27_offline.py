@@ -4,9 +4,11 @@ import json
 import socket
 
 import case_support as cases
+import pytest
 import train_support
 
 
+@pytest.mark.fault("F35")
 def test_train_compose_and_eval_without_a_look_up(run, tmp_path, monkeypatch):
     tried = []
 

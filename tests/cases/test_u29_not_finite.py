@@ -11,6 +11,7 @@ NAME = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("form", ["adapter", "model"])
 @pytest.mark.parametrize("method", ["task-arithmetic", "ties"])
+@pytest.mark.fault("F08")
 def test_tensor_is_named_and_nothing_changes(run, experts, models, bad, form, method):
     def poison(tensors):
         tensors[NAME][3, 1] = bad
@@ -63,6 +64,7 @@ def test_sound_values_that_overflow_together(run, experts, models):
     assert cases.tree(experts) == before
 
 
+@pytest.mark.fault("F08")
 def test_a_base_with_nan(run, experts, models):
     from safetensors.torch import load_file, save_file
 

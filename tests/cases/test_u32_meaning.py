@@ -15,6 +15,7 @@ import support
         ("nan", ["found nan"]),
     ],
 )
+@pytest.mark.fault("F22")
 def test_out_of_range_is_refused(run, experts, value, words):
     given = ["compose", experts / "E1", "-o", experts / "out", "--json"]
     cases.refused(run(*given, "--set", f"density={value}"), 2, "usage.parameter", *words)

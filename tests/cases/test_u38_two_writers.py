@@ -5,9 +5,11 @@ import sys
 from collections import Counter
 
 import case_support as cases
+import pytest
 import support
 
 
+@pytest.mark.fault("F31")
 def test_one_wins_and_the_other_is_told(run, experts):
     start = "import sys, time; from cgmerge.cli.app import main; main(sys.argv[1:])"
     jobs = [

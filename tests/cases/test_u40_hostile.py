@@ -52,6 +52,7 @@ def watched(run, experts, monkeypatch):
         ({"layer_replication": [[0, 20000]]}, "incompatible.config_layer_replication", "20000"),
     ],
 )
+@pytest.mark.fault("F10")
 def test_config(watched, experts, changes, code, word):
     support.edit_config(experts / "E1", **changes)
     for words in (["inspect", "E1"], ["compose", "E1", "E2", "-o", "out"]):
@@ -66,6 +67,7 @@ def test_config(watched, experts, changes, code, word):
     assert not (experts / "out").exists()
 
 
+@pytest.mark.fault("F11", "F12")
 def test_labels_are_labels(watched, experts):
     """Paths and names in the config are neither opened nor fetched."""
     for name in ("../../x", "/etc/passwd", "evil/remote-repo"):
@@ -86,6 +88,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.pt", "adapter_model.pkl"])
+@pytest.mark.fault("F11")
 def test_pickle_is_never_loaded(watched, experts, name):
     (experts / "E1" / "adapter_model.safetensors").unlink()
     (experts / "E1" / name).write_bytes(pickle.dumps(Bomb()))
@@ -95,6 +98,7 @@ def test_pickle_is_never_loaded(watched, experts, name):
     assert not (experts / "pwned").exists()
 
 
+@pytest.mark.fault("F11")
 def test_pickle_beside_sound_weights_is_ignored_and_said(watched, experts):
     (experts / "E1" / "adapter_model.bin").write_bytes(pickle.dumps(Bomb()))
     found = cases.done(watched("compose", "E1", "-o", "out", "--json"))
@@ -102,6 +106,7 @@ def test_pickle_beside_sound_weights_is_ignored_and_said(watched, experts):
     assert not (experts / "pwned").exists()
 
 
+@pytest.mark.fault("F12")
 def test_card_with_paths_outside(watched, experts):
     (experts / "E1" / "expert.json").write_text(
         '{"schema": "cgmerge.expert/1", "skill": "x", "base": {"name": "b"},'

@@ -188,6 +188,7 @@ def test_debug_shows_the_traceback(run, tmp_path, monkeypatch):
     assert "Traceback" in err
 
 
+@pytest.mark.fault("F29")
 def test_terminated_process_leaves_nothing(tmp_path, qv):
     """SIGTERM in the middle of the merge: exit 143, no output folder, no temporary."""
     support.make_expert(tmp_path / "E1", qv)
@@ -208,6 +209,7 @@ def test_terminated_process_leaves_nothing(tmp_path, qv):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["E1"]
 
 
+@pytest.mark.fault("F29")
 def test_reader_that_goes_away(tmp_path):
     command = f"{sys.executable} -m cgmerge methods ties | head -n 1"
     done = subprocess.run(

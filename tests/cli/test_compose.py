@@ -135,6 +135,7 @@ LAUGHS = "experts: &a0 [x,x,x,x,x,x,x,x,x]\nparams: {" + ", ".join(
         ("", "must hold a mapping"),
     ],
 )
+@pytest.mark.fault("F07")
 def test_recipes(attack, place, text, says):
     (place / "r.yml").write_text(text)
     attack("compose", "r.yml", "-o", "out", exit_code=2, word=says)
@@ -146,6 +147,7 @@ def test_recipes(attack, place, text, says):
      ('{"experts": [{"ref": "E1", "weight": 1e999}]}', 3), ('{"experts": ["E1"], "schema": 2}', 3),
      ('{"experts": [{"ref": "E1", "weight": 1' + "0" * 15 + "." + "9" * 5000 + "}], 5}", 3)],
 )  # fmt: skip
+@pytest.mark.fault("F07")
 def test_json_recipes(attack, place, text, exit_code):
     (place / "r.json").write_text(text)
     attack("compose", "r.json", "-o", "out", exit_code=exit_code)
@@ -209,6 +211,7 @@ WEIGHT_FILES = {
 
 
 @pytest.mark.parametrize("name", WEIGHT_FILES)
+@pytest.mark.fault("F04", "F05")
 def test_weight_files(attack, place, name):
     data, exit_code, says = WEIGHT_FILES[name]()  # built when asked for: some are large
     support.edit_config(place / "E1", r=1)
@@ -226,6 +229,7 @@ def test_thousands_of_tensors_are_read_in_seconds(run, place):
 
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "link", "dangling"])
+@pytest.mark.fault("F12")
 def test_weights_that_are_no_regular_file(attack, place, kind):
     path = place / "E1" / WEIGHTS
     path.unlink()
@@ -253,6 +257,7 @@ def test_weights_that_are_no_regular_file(attack, place, kind):
         ('{"peft_type": "LORA", "foo": 1, "peft_version": {"a": 1}}', 3, "unknown version"),
     ],
 )
+@pytest.mark.fault("F07", "F10")
 def test_configs(attack, place, text, exit_code, says):
     (place / "E1" / "adapter_config.json").write_text(text)
     for words in (["inspect", "E1"], ["compose", "E1", "E2", "-o", "out"]):
@@ -263,6 +268,7 @@ def test_configs(attack, place, text, exit_code, says):
     "out", ["file", "file/sub", "/dev/null", "/dev/null/x", ".", "..", "/", "E1", "E1/sub",
             "loop", "b" * 300, "new/" + "b" * 300, "\udcff"],
 )  # fmt: skip
+@pytest.mark.fault("F27", "F41")
 def test_outputs(attack, place, out):
     (place / "file").write_text("mine")
     (place / "loop").symlink_to("loop")
@@ -274,6 +280,7 @@ def test_outputs(attack, place, out):
 @pytest.mark.parametrize(
     "name", ["a b", "x=y", "run=5", "😀", "-dash", "a|b", "%s", "{x}", "a'b\"c"]
 )
+@pytest.mark.fault("F27")
 def test_odd_but_honest_names(run, place, name):
     shutil.copytree("E1", name)
     words = ["compose", "-m", "linear", "-o", f"out {name}", "--json", f"./{name}=2", "E2=0"]
@@ -314,6 +321,7 @@ def test_the_model_card_is_not_written_by_the_expert(run, place):
     assert lines[1] == 'base_model: "x: y # z"'
 
 
+@pytest.mark.fault("F32")
 def test_two_hundred_experts(run, place, qv):
     for number in range(200):
         support.make_expert(place / "many" / f"e{number}", qv, seed=number)
@@ -362,6 +370,7 @@ INDEXES = [
 
 
 @pytest.mark.parametrize(("weight_map", "says"), INDEXES)
+@pytest.mark.fault("F12")
 def test_bases_with_an_odd_index(attack, place, models, weight_map, says):
     shutil.copytree(models / "B", "base")
     (place / "base" / "model.safetensors.index.json").write_text(

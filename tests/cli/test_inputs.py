@@ -70,6 +70,7 @@ def place(tmp_path, monkeypatch):
         (["lock", "out/notes.json", "-o", "out/notes.json"], "is_input"),
     ],
 )  # fmt: skip
+@pytest.mark.fault("F41")
 def test_inputs_are_never_replaced(run, place, words, code):
     assert run("compress", "a", "-o", "a.cge", "-q")[0] == 0
     assert run("add", "lib", "a", "-q")[0] == 0
@@ -84,6 +85,7 @@ def test_inputs_are_never_replaced(run, place, words, code):
     assert cases.tree(place) == before
 
 
+@pytest.mark.fault("F41")
 def test_what_is_no_input_is_replaced(run, place):
     words = ["compose", "a", "-m", "linear", "-o", "out2", "-q"]
     assert run(*words)[0] == 0

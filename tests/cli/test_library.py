@@ -163,6 +163,7 @@ def test_rm(run, library):
     cases.refused(run("rm", library, "E2", "--unreferenced", "--json"), 2, "usage.names")
 
 
+@pytest.mark.fault("F01", "F02", "F15")
 def test_verify_lists_all_damage(run, experts, library):
     """U03: one file cut in half, bytes appended to another; all are listed, exit code 3."""
     assert cases.done(run("verify", library, "--json"))["experts"] == 3
@@ -213,6 +214,7 @@ def test_verify_of_files_and_folders(run, experts, small):
     cases.refused(run("verify", experts / "empty", "--json"), 2, "not_found.expert")
 
 
+@pytest.mark.fault("F12", "F25")
 def test_hostile_libraries(run, experts, library):
     """What a stranger's library says leads to nothing outside it, and is exit code 3."""
     path = library / "entries" / "e1.json"
@@ -238,6 +240,7 @@ def test_hostile_libraries(run, experts, library):
     assert run("verify", library, "--json")[0] == 3
 
 
+@pytest.mark.fault("F32")
 def test_ls_of_ten_thousand(experts):
     """In a process of its own, without torch; generous, as other work may share the machine."""
     root = experts / "lib"

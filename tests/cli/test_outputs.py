@@ -43,6 +43,7 @@ TRAIN = ("train", "--base", "base", "--data", "d.jsonl", "--skill", "s", "--step
     ],
     ids=lambda words: words[0],
 )
+@pytest.mark.fault("F41")
 def test_folders_of_the_user_are_never_replaced(run, place, words, out):
     code, _, err = run("compress", "e", "--lossless", "-o", "e.cge", "-q")
     assert code == 0, err
@@ -113,6 +114,7 @@ def test_a_record_that_cannot_be_written_is_refused_before_scoring(run, place, m
     ],
     ids=lambda words: words[0],
 )
+@pytest.mark.fault("F27")
 def test_places_that_take_nothing_are_refused(run, place, words):
     more = () if "-o" in words else ("-o", "/proc/x/y")
     more += () if "--json" in words else ("--json",)

@@ -47,6 +47,7 @@ def test_closed_stderr_and_stdin_change_nothing():
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device here")
+@pytest.mark.fault("F26")
 def test_full_disk_under_stdout():
     done = shell("methods --json > /dev/full")
     assert done.returncode == 4
@@ -87,6 +88,7 @@ def stop(signal_name):
 @pytest.mark.parametrize(
     ("name", "code", "exit_code"), [("SIGINT", "interrupted", 130), ("SIGTERM", "terminated", 143)]
 )
+@pytest.mark.fault("F29")
 def test_signals_end_with_one_object(name, code, exit_code):
     done = stop(name)
     assert done.returncode == exit_code, done.stderr

@@ -357,6 +357,7 @@ def test_unknown_reference_and_nothing_to_do(loaded, skills):
         evaluate_targets(loaded, [], [*skills, skills[0]])
 
 
+@pytest.mark.fault("F40")
 def test_long_prompts_are_cut_and_counted_long_targets_refused(loaded):
     long = Example("copy : " + "a " * 80 + "=", "a", row=1)
     fits = Example("copy : a =", "a", row=2)
@@ -380,6 +381,7 @@ def test_text_without_prompt_gives_its_first_token(loaded):
     assert any("no prompt" in warning for warning in found.record.warnings)
 
 
+@pytest.mark.fault("F40")
 def test_repetitions_are_counted_and_keep_ids_apart(loaded):
     rows = [
         Example("copy : a =", "a", row=1, extra={"id": 1}),

@@ -106,6 +106,7 @@ def test_texts_are_generated_at_length(loaded, tmp_path):
     assert load_checked(tmp_path / "r.json").record.results == found.record.results
 
 
+@pytest.mark.fault("F40")
 def test_answers_without_an_end_are_counted(loaded):
     rows = skill([(f"copy : {x} =", x, {}) for x in "abcdefgh"])
     found = evaluate_targets(loaded, [], rows, Settings(metric="token_f1", max_new_tokens=1))

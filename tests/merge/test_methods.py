@@ -143,12 +143,14 @@ def test_parameters_from_strings():
         ("average", {"normalize": False}, "is `linear` with"),
     ],
 )
+@pytest.mark.fault("F22")
 def test_bad_parameters_are_usage_errors(method, params, words):
     with pytest.raises(UsageError, match=words) as caught:
         make_rule(method, 2, params=params)
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.fault("F22")
 def test_percentages_are_explained():
     with pytest.raises(UsageError) as caught:
         make_rule("ties", 2, params={"density": 20})
@@ -165,6 +167,7 @@ def test_unknown_names_are_corrected():
 
 
 @pytest.mark.parametrize("weights", [[1], [1, 2, 3], [1, float("nan")], [1, float("inf")]])
+@pytest.mark.fault("F22")
 def test_bad_weights(weights):
     with pytest.raises(UsageError):
         merge_state_dicts("linear", vectors(X1, X2), weights=weights)

@@ -70,6 +70,7 @@ def test_double_precision_patterns():
     assert torch.equal(found, reference(flat, 300))
 
 
+@pytest.mark.fault("F23")
 def test_all_magnitudes_equal_keeps_the_first():
     flat = torch.tensor([1.0, -1.0] * 50)
     found = trimmed([{"w": flat}], 0.25)[0]

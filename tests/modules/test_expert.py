@@ -29,6 +29,7 @@ def e1(tmp_path, qv):
         {"rank": 4, "alpha": 8.5},
     ],
 )
+@pytest.mark.fault("F19")
 def test_delta_equals_an_independent_reading(tmp_path, qv, config):
     folder = support.make_expert(tmp_path / "e", qv, **config)
     deltas = open_expert(str(folder)).deltas()
@@ -123,12 +124,14 @@ REFUSED = [
     ("lora_alpha", 1e30, Damaged, "lora_alpha"),
     ("lora_alpha", "8", Damaged, "lora_alpha"),
     ("use_rslora", "yes", Damaged, "use_rslora"),
+    ("layers_to_transform", [0, "1"], Damaged, "layer numbers"),
     ("rank_pattern", [1], Damaged, "rank_pattern"),
     ("base_model_name_or_path", 5, Damaged, "base_model_name_or_path"),
 ]
 
 
 @pytest.mark.parametrize(("field", "value", "kind", "words"), REFUSED)
+@pytest.mark.fault("F10")
 def test_config_field_is_refused_by_name(e1, field, value, kind, words):
     support.edit_config(e1, **{field: value})
     with pytest.raises(kind, match=words) as caught:
@@ -158,6 +161,7 @@ def test_harmless_fields_are_accepted(e1, field, value):
 
 
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.fault("F08")
 def test_alpha_that_is_no_number(e1, literal):
     path = e1 / "adapter_config.json"
     raw = json.loads(path.read_text())
@@ -191,6 +195,7 @@ def test_adapter_name_left_in_the_tensors_is_explained(e1):
         (lambda n: n.replace("model.model.layers", "model.x.model.layers"), "have `x.` too much"),
     ],
 )
+@pytest.mark.fault("F17")
 def test_wrong_module_prefix_lists_both_sides(e1, models, change, hint):
     support.edit_tensors(e1, rename(change))
     with pytest.raises(Incompatible) as caught:
@@ -201,6 +206,7 @@ def test_wrong_module_prefix_lists_both_sides(e1, models, change, hint):
     assert hint in caught.value.hint
 
 
+@pytest.mark.fault("F17")
 def test_unknown_module_is_listed(e1, models, tmp_path, qv):
     shapes = {**qv, "model.layers.0.mlp.nope": (8, 32)}
     folder = support.make_expert(tmp_path / "odd", shapes)
@@ -208,12 +214,14 @@ def test_unknown_module_is_listed(e1, models, tmp_path, qv):
         open_expert(str(folder)).deltas(open_base(str(models / "B")))
 
 
+@pytest.mark.fault("F17")
 def test_more_layers_than_the_base(models, tmp_path):
     folder = support.make_expert(tmp_path / "deep", support.pick(support.llama_shapes(3), "q_proj"))
     with pytest.raises(Incompatible, match=r"layers\.2"):
         open_expert(str(folder)).deltas(open_base(str(models / "B")))
 
 
+@pytest.mark.fault("F17")
 def test_other_shapes_are_listed(models, tmp_path):
     folder = support.make_expert(tmp_path / "w", {"model.layers.0.self_attn.q_proj": (16, 16)})
     with pytest.raises(Incompatible, match="expert 16×16, base 32×32"):
@@ -292,6 +300,7 @@ def test_integer_tensors(e1):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.fault("F08")
 def test_not_finite_names_the_tensor(e1, bad):
     def poison(tensors):
         name = "base_model.model.model.layers.1.self_attn.v_proj.lora_A.weight"
@@ -331,6 +340,7 @@ def test_not_finite_names_the_tensor(e1, bad):
         ),
     ],
 )
+@pytest.mark.fault("F09")
 def test_other_tensors_are_refused(e1, name, shape, kind, code):
     support.edit_tensors(e1, lambda t: {**t, name: torch.ones(shape)})
     with pytest.raises(kind) as caught:
@@ -339,6 +349,7 @@ def test_other_tensors_are_refused(e1, name, shape, kind, code):
     assert name in caught.value.message
 
 
+@pytest.mark.fault("F11")
 def test_pickle_weights_are_refused(e1):
     (e1 / "adapter_model.safetensors").rename(e1 / "adapter_model.bin")
     with pytest.raises(Unsafe) as caught:
@@ -351,6 +362,7 @@ def test_pickle_beside_safetensors_is_reported(e1):
     assert "is ignored" in open_expert(str(e1)).warnings[0]
 
 
+@pytest.mark.fault("F12")
 def test_links_and_pipes_are_not_followed(e1, tmp_path):
     weights = e1 / "adapter_model.safetensors"
     moved = tmp_path / "elsewhere.safetensors"

@@ -307,6 +307,7 @@ def big_models(folder, layers):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ties", "task-arithmetic"])
+@pytest.mark.fault("F33")
 def test_memory_does_not_grow_with_the_model(tmp_path, method):
     """16 and 32 layers of 4 MB in one file; three models of 128 MB in the larger case."""
     peaks = {}
@@ -348,6 +349,7 @@ def test_no_tensor_of_the_expert_is_read_whole(tmp_path, models, monkeypatch):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.fault("F26")
 def test_a_failing_disk_leaves_the_old_or_nothing(tmp_path, models, monkeypatch, overwrite):
     """Shards, index and config appear together, or not at all."""
     base = support.make_full(tmp_path / "base", models / "B", std=0.0, shard=90_000)
@@ -450,6 +452,7 @@ def test_values_that_are_not_finite_are_refused_by_name(tmp_path, models, value)
     assert str(tmp_path / "F") in error.message
 
 
+@pytest.mark.fault("F24")
 def test_overflow_is_refused(tmp_path, fulls, models):
     with pytest.raises(Incompatible) as caught:
         composed(tmp_path / "out", (fulls[0], 1e6), base=models / "B", dtype="float16")
@@ -492,6 +495,7 @@ def test_the_result_never_replaces_an_input(fulls, models):
         run_plan(plan_of(*fulls[:2], base=models / "B"), fulls[0], overwrite=True)
 
 
+@pytest.mark.fault("F42")
 def test_a_model_that_changes_while_it_is_read(tmp_path, models, fulls):
     plan = plan_of(fulls[0], base=models / "B")
     expert = open_full(str(fulls[0]), open_base(str(models / "B")))

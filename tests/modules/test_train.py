@@ -289,6 +289,7 @@ class TestResume:
         assert support.folder_bytes(out) == reference[0]
 
     @pytest.mark.parametrize("half_removed", [False, True])
+    @pytest.mark.fault("F28")
     def test_killed_between_commit_and_clean_up(self, make, tmp_path, half_removed):
         out = tmp_path / "expert"
         plan = make(out)

@@ -121,7 +121,8 @@ PRESETS: dict[str, Preset] = {
                 differs="ΔW is combined, not A and B apart, so that negative coefficients subtract;"
                 " COBYQA instead of nevergrad's NGOpt; base and every single expert are among the"
                 " points that are compared, so that none of them has a better objective on the"
-                " examples; ranks and modules may differ; any causal model",
+                " examples; ranks and modules may differ; any causal"
+                " model, and those with an encoder (T5)",
                 use_when="five to fifty examples of a new task that resembles the experts' own",
             ),
             settings={

@@ -146,8 +146,15 @@ def routed(loaded: LoadedBase, stacks: Mapping[str, Stack], router: Router) -> I
         router: What decides how much each says.
 
     Raises:
-        Incompatible: A path that the model does not have, or a router for other modules.
+        Incompatible: A path that the model does not have, a router for other modules, or a model
+            that reads prompts with an encoder.
     """
+    if loaded.base.has_encoder:
+        raise Incompatible(
+            f"{loaded.base.ref} reads prompts with an encoder; routers take causal language models",
+            code="encoder",
+            hint="compose a static one: --method ties, lorahub, atlas …",
+        )
     model = loaded.model
     modules = dict(model.named_modules())
     missing = [path for path in stacks if path not in modules]

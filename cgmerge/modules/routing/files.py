@@ -175,7 +175,7 @@ def _write_changed(folder: Path, member: Member, rank: int, base: BaseId) -> Non
     assert member.deltas is not None
     expert, config = member.expert, member.expert.config
     padded = {path: pad_rank(delta, rank) for path, delta in member.deltas.items()}
-    form = AdapterForm(rank, rank, config.base_name, config.fan_in_fan_out)
+    form = AdapterForm(rank, rank, config.base_name, config.fan_in_fan_out, config.task_type)
     write_adapter(folder, {path: (delta.a, delta.b) for path, delta in padded.items()}, form)
     skill = expert.name
     write_card(folder, ExpertCard(skill=skill, base=base, versions=package_versions()))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from cgmerge.errors import Incompatible, UsageError
 from cgmerge.modules.base import Base
-from cgmerge.modules.loading import quiet_transformers
+from cgmerge.modules.loading import quiet_transformers, refuse_encoder
 from cgmerge.modules.training.settings import ALL_LINEAR
 from cgmerge.nearest import nearest
 
@@ -42,6 +42,7 @@ def build_empty(base: Base) -> "PreTrainedModel":
     Raises:
         Incompatible: Not a causal language model that transformers knows.
     """
+    refuse_encoder(base)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-import torch
 from transformers import TrainerCallback
 
 from cgmerge.errors import LimitExceeded
+from cgmerge.memory import is_shortage
 from cgmerge.modules.training.checkpoints import WorkFolder
 from cgmerge.modules.training.listener import Listener, Silent
 from cgmerge.modules.training.plan import Plan
@@ -122,9 +122,8 @@ def memory_errors(plan: Plan, *, four_bit: bool = True) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU has no class of its own
-        short = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-        if not short:
+    except (RuntimeError, MemoryError) as error:
+        if not is_shortage(error):
             raise
         rows = -(-plan.step_rows // plan.settings.accumulate)
         raise LimitExceeded(

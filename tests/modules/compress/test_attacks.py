@@ -52,6 +52,7 @@ def test_the_sample_is_sound_and_can_be_forged(sound, tmp_path):
 
 
 @pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.fault("F03", "F04", "F05", "F06", "F07", "F25")
 def test_attack(name, sound, tmp_path):
     attack = load(name)
     path = tmp_path / "x.cge"
@@ -71,6 +72,7 @@ def test_attack(name, sound, tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.cge"]
 
 
+@pytest.mark.fault("F05")
 def test_all_attacks_in_a_small_machine(sound, tmp_path):
     """One process with 2 s of processor for each, and 200 MiB above what it has without them."""
     for name in ATTACKS:
@@ -99,6 +101,7 @@ assert not {"torch", "pickle5", "safetensors"} & set(sys.modules)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.fault("F05")
 def test_a_sparse_file_of_more_than_64_gib(sound, tmp_path):
     parts = Parts.of(sound)
     parts.payload = b""

@@ -72,6 +72,7 @@ def test_magnitudes_by_hand():
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (0, 5), (5, 0)])
+@pytest.mark.fault("F23")
 def test_no_entries(shape):
     assert check(np.zeros(shape, np.int8)) == b""
     with pytest.raises(Damaged, match="without entries"):
@@ -80,6 +81,7 @@ def test_no_entries(shape):
 
 @pytest.mark.parametrize("value", [0, 1, -1, 127, -127, -128, 32767, -32768, 2**31 - 1, 1 - 2**31])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 300), (300, 1), (17, 200)])
+@pytest.mark.fault("F23")
 def test_constant_tensors(value, shape):
     check(np.full(shape, value, np.int64))
 
@@ -102,6 +104,7 @@ def test_only_matrices_of_whole_numbers(levels):
     arrays.array_shapes(min_dims=2, max_dims=2, min_side=0, max_side=90),
     st.sampled_from([1, 2, 3, 20, 127, 30_000, 2**31 - 1]),
 )
+@pytest.mark.fault("F23")
 def test_round_trips(data, shape, largest):
     """Sparse and dense matrices of every type, as hypothesis likes them."""
     dtype = np.int64 if largest > 2**15 else np.int16
@@ -183,6 +186,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", SMALL)
+@pytest.mark.fault("F06")
 def test_truncated_and_appended_streams(name):
     levels = SMALL[name]
     section, dtype = encode(levels), dtype_of(levels)
@@ -194,6 +198,7 @@ def test_truncated_and_appended_streams(name):
 
 
 @pytest.mark.parametrize("name", SMALL)
+@pytest.mark.fault("F06")
 def test_flipped_streams_decode_to_something_or_are_refused(name):
     """A checksum finds the flip; the codec alone must only stay within its bounds."""
     levels = SMALL[name]
@@ -271,6 +276,7 @@ def test_the_lies_are_lies_in_one_thing():
 
 
 @pytest.mark.parametrize("name", LIES)
+@pytest.mark.fault("F06")
 def test_lying_descriptions(name):
     shapes = {"a bomb of chunks": (2, 1 << 40), "groups of short rows": (2, 63)}
     shapes["a bit after the end of blocks"] = (2, 2)
@@ -292,6 +298,7 @@ def test_at_most_64_groups(count, good):
             decode(section, count, 64, "I8")
 
 
+@pytest.mark.fault("F05")
 def test_lies_about_a_huge_tensor_allocate_nothing():
     tracemalloc.start()
     for rows, columns in [(1 << 40, 1 << 20), (1, 1 << 50), (1 << 31, 1)]:

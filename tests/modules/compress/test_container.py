@@ -71,6 +71,7 @@ def test_the_library_of_safetensors_reads_it(path):
         assert file.get_tensor("dense.m.head").dtype == torch.bfloat16
 
 
+@pytest.mark.fault("F38")
 def test_the_bytes_do_not_depend_on_order_or_process(path, tmp_path):
     tensors, dense = sample()
     other = dict(reversed(FIELDS.items()))
@@ -165,6 +166,7 @@ def test_dense_round_trips(tmp_path_factory, data, word):
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf, -np.inf, 2.0**65])
+@pytest.mark.fault("F08")
 def test_scales_that_are_no_scales(tmp_path, value):
     tensor = Coded("t", np.ones((2, 2), np.int8), np.array([1.0, value], np.float32))
     with pytest.raises(Damaged, match="'t'") as caught:
@@ -239,6 +241,7 @@ def _umask():
     return mask
 
 
+@pytest.mark.fault("F12")
 def test_only_regular_files(path, tmp_path):
     (tmp_path / "link").symlink_to(path)
     with pytest.raises(Unsafe):
@@ -256,6 +259,7 @@ def refused(path):
     return caught.value
 
 
+@pytest.mark.fault("F01")
 def test_every_truncation(path):
     raw = path.read_bytes()
     for size in range(len(raw)):
@@ -264,6 +268,7 @@ def test_every_truncation(path):
 
 
 @pytest.mark.slow
+@pytest.mark.fault("F02")
 def test_every_bit_flip(tmp_path):
     """Found, and where it lies in a tensor, the tensor is named."""
     path = tmp_path / "x.cge"
@@ -285,6 +290,7 @@ def test_every_bit_flip(tmp_path):
 
 
 @pytest.mark.parametrize("extra", [b"\0", b" ", b"PK\x03\x04", b"<html>", b"x" * 4096])
+@pytest.mark.fault("F03")
 def test_bytes_around_the_file(path, extra):
     raw = path.read_bytes()
     path.write_bytes(raw + extra)
@@ -307,6 +313,20 @@ def test_all_damaged_tensors_are_listed(path):
             file.verify()
         assert caught.value.details["tensors"] == ["m.a.lora_A", "m.b.lora_B"]
         same(file.read("m.empty.lora_A"), sample()[0][2])
+
+
+def test_a_dense_tensor_is_checked_where_it_is_read(path):
+    """Without `verify`, which looks at all of them, before."""
+    data = bytearray(path.read_bytes())
+    with CgeFile.open(path) as file:
+        place = file._file.infos["dense.m.bias"].start
+    data[place] ^= 1
+    path.write_bytes(bytes(data))
+    with CgeFile.open(path) as file:
+        file.read_dense("m.head")
+        with pytest.raises(Damaged, match="m.bias") as caught:
+            file.read_dense("m.bias")
+        assert caught.value.code == "damaged.crc32"
 
 
 def test_other_content_under_a_true_checksum(path):
@@ -348,6 +368,7 @@ def test_the_header_is_read_without_torch(path):
     subprocess.run([sys.executable, "-c", script, path], check=True, capture_output=True)
 
 
+@pytest.mark.fault("F25")
 def test_unknown_fields_are_kept_and_ignored(path):
     parts = Parts.of(path.read_bytes())
     parts.manifest.update(novelty={"a": [1]}, must_understand=["eval"])
@@ -359,6 +380,7 @@ def test_unknown_fields_are_kept_and_ignored(path):
         assert file.manifest["novelty"] == {"a": [1]}
 
 
+@pytest.mark.fault("F42")
 def test_a_file_that_shrinks_while_open(path):
     with CgeFile.open(path) as file:
         os.truncate(path, path.stat().st_size - 200)

@@ -75,6 +75,7 @@ def child(work, *arguments):
 
 
 @pytest.mark.slow
+@pytest.mark.fault("F31")
 def test_writers_and_readers(tmp_path, items):
     root = tmp_path / "lib"
     writing.add(Folder(root), [lib.named(items[0], "shared")])

@@ -57,6 +57,7 @@ def test_adding_again_changes_nothing(store, items):
     assert lib.tree(store.root) == before
 
 
+@pytest.mark.fault("F21")
 def test_one_object_for_equal_content(store, items):
     writing.add(store, [items[0], lib.named(items[0], "twin")])
     assert names(store) == ["e0", "twin"]
@@ -67,6 +68,7 @@ def test_one_object_for_equal_content(store, items):
     assert objects(store) == set()
 
 
+@pytest.mark.fault("F21")
 def test_a_taken_name_is_refused_with_both_digests(store, items):
     writing.add(store, items[:1])
     other = lib.named(items[1], "e0")
@@ -89,6 +91,7 @@ def test_a_taken_name_is_refused_with_both_digests(store, items):
     assert objects(store) == {items[1].entry.digest}
 
 
+@pytest.mark.fault("F21")
 def test_names_that_differ_in_capitals_are_one(store, items):
     with pytest.raises(UsageError, match="would have one name"):
         writing.refuse_twice([lib.named(items[0], "Sort"), lib.named(items[1], "sort")])
@@ -151,6 +154,7 @@ def test_something_else_is_left_alone(tmp_path, items):
         open_library(str(tmp_path))
 
 
+@pytest.mark.fault("F42")
 def test_an_expert_that_changes_while_it_is_copied(store, tmp_path):
     shapes = support.pick(support.llama_shapes(), "q_proj")
     item = admit(str(support.make_expert(tmp_path / "x", shapes)))
@@ -195,6 +199,7 @@ ACTIONS = {
 
 
 @pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.fault("F26")
 def test_failure_at_every_operation(store, items, monkeypatch, action):
     """The old library or the new one; the same command then does it."""
     monkeypatch.setattr(writing, "_PATIENCE", 0.1)
@@ -218,6 +223,7 @@ def test_failure_at_every_operation(store, items, monkeypatch, action):
 
 
 @pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.fault("F28")
 def test_kill_at_every_operation(tmp_path, items, action):
     """After SIGKILL nothing is torn, and the next command does its work and cleans up."""
     kills = 0
@@ -261,6 +267,7 @@ def check_done(store, items, action):
     assert not list(store.root.rglob(".*"))
 
 
+@pytest.mark.fault("F31")
 def test_an_adder_meets_a_remover(store, items, monkeypatch):
     """The entry comes between the remover's last look and its deletion: stored once more."""
     writing.add(store, items[:1])
@@ -315,6 +322,7 @@ def test_a_dead_removers_mark_holds_nobody_up(store, items):
     assert store.names("removing") == []
 
 
+@pytest.mark.fault("F12")
 def test_links_lead_nowhere(store, items, tmp_path):
     writing.add(store, items[:1])
     digest = items[0].entry.digest

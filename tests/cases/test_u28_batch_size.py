@@ -12,6 +12,7 @@ from cgmerge.cli.app import main
 torch.set_num_threads(1)
 
 
+@pytest.mark.fault("F40")
 def test_nine_items_of_lengths_3_to_40(tmp_path, capsys):
     """Scored with padding on the right and generated with padding on the left."""
     letters = [1, 3, 5, 7, 9, 11, 13, 15, 17]  # copy : … = … <eos>: twice that and four
