@@ -57,9 +57,9 @@ def plan_warnings(plan: "Plan") -> list[str]:
 
 def _uneven(plan: "Plan") -> list[str]:
     """Say which modules only some experts change: their delta is a part of the whole alone."""
-    touched = [set(delta) for delta in plan.deltas]
-    union = set().union(*touched)
-    partial = sorted(union - set.intersection(*touched)) if touched else []
+    first, *others = ({str(path) for path in delta} for delta in plan.deltas)
+    union = first.union(*others)
+    partial = sorted(union - first.intersection(*others))
     if not partial:
         return []
     count = f"{len(partial)} of {len(union)} modules"
