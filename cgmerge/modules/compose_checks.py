@@ -65,8 +65,10 @@ def _check_same_shapes(experts: Sequence[Expert]) -> None:
 
 def _check_same_names(experts: Sequence[Expert]) -> None:
     """Refuse two experts that share modules only under another prefix: half would be lost."""
-    for one, other in combinations(experts, 2):
-        if set(one.pairs) & set(other.pairs):
+    # Most experts of many touch the same modules: one of a kind stands for all.
+    kinds = {frozenset(expert.pairs): expert for expert in experts}
+    for (names, one), (others, other) in combinations(kinds.items(), 2):
+        if names & others:
             continue
         bare = {path.removeprefix(_WRAPPER): path for path in other.pairs}
         twin = next((p for p in one.pairs if p.removeprefix(_WRAPPER) in bare), None)
