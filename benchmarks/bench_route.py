@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -108,7 +109,8 @@ def ours(kind: str, model: Any, folder: Path, count: int, undo: ExitStack) -> Ma
     else:
         directions = 1 if kind == "arrow" else None
         router = spectral_router(found, directions=directions, choice=choice)
-    there: Any = LoadedBase(None, model, None)  # type: ignore[arg-type]  # only its model is used
+    causal: Any = SimpleNamespace(has_encoder=False)
+    there = LoadedBase(causal, model, None)  # type: ignore[arg-type]  # only its model is used
     routes = undo.enter_context(routed(there, found, router)).routes
     if kind != "rows":
         return {}
@@ -135,6 +137,7 @@ def peer(kind: str, model: Any, folder: Path, count: int) -> tuple[Any, dict[str
             task_type="CAUSAL_LM", hidden_size=512, xlora_depth=1,
             adapters={f"e{e}": path for e, path in enumerate(paths)},
         )  # fmt: skip
+        model.config.use_cache = False  # what X-LoRA asks for
         return get_peft_model(model, mixed), {}
     wrapped = PeftModel.from_pretrained(model, paths[0], adapter_name="e0")
     if kind == "peft lora":
