@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -109,8 +108,7 @@ def ours(kind: str, model: Any, folder: Path, count: int, undo: ExitStack) -> Ma
     else:
         directions = 1 if kind == "arrow" else None
         router = spectral_router(found, directions=directions, choice=choice)
-    causal: Any = SimpleNamespace(has_encoder=False)
-    there = LoadedBase(causal, model, None)  # type: ignore[arg-type]  # only its model is used
+    there: Any = LoadedBase(None, model, None)  # type: ignore[arg-type]  # only its model is used
     routes = undo.enter_context(routed(there, found, router)).routes
     if kind != "rows":
         return {}

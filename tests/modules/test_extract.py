@@ -157,9 +157,9 @@ def test_refusals(run, tmp_path, models, experts):
     inside = ["--base", models / "B", "-o", full / "x", "--json"]
     cases.refused(run("extract", full, *inside, "--rank", 4), 2, "usage.out_inside")
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "adapter_config.json").write_text("{}")
+    (tmp_path / "out" / "extract.json").write_text("{}")
     cases.refused(run("extract", full, *words, "--rank", 4), 2, "usage.out_exists", "--overwrite")
-    assert (tmp_path / "out" / "adapter_config.json").read_text() == "{}"
+    assert (tmp_path / "out" / "extract.json").read_text() == "{}"
     found = cases.done(run("extract", full, *words, "--rank", 4, "--overwrite", "--dry-run"))
     assert found["out"] is None
     code, _, err = run("extract", full, *words[:-1], "--rank", 4, "--overwrite", "-v")

@@ -149,13 +149,13 @@ def routed(loaded: LoadedBase, stacks: Mapping[str, Stack], router: Router) -> I
         Incompatible: A path that the model does not have, a router for other modules, or a model
             that reads prompts with an encoder.
     """
-    if loaded.base.has_encoder:
+    model = loaded.model
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise Incompatible(
             f"{loaded.base.ref} reads prompts with an encoder; routers take causal language models",
             code="encoder",
             hint="compose a static one: --method ties, lorahub, atlas …",
         )
-    model = loaded.model
     modules = dict(model.named_modules())
     missing = [path for path in stacks if path not in modules]
     if missing:

@@ -1,6 +1,9 @@
 """From scores to weights: temperature, the best k, softmax over what is kept."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 
 import torch
 from jaxtyping import Float, Int
@@ -43,6 +46,17 @@ class Choice:
         k = min(self.top_k or scores.shape[-1], scores.shape[-1])
         chosen, kept = first_best(scores, k)
         return chosen, (kept / self.temperature).softmax(dim=-1)
+
+    def best_of(self, scores: Sequence[float]) -> list[tuple[int, float]]:
+        """Return what `best` does, for the scores of one token that Python has read already."""
+        k = min(self.top_k or len(scores), len(scores))
+        chosen = nsmallest(k, range(len(scores)), key=lambda e: (-scores[e], e))
+        highest = scores[chosen[0]]
+        if highest == -math.inf:  # nobody can be chosen: as a softmax of nothing but -inf
+            return [(e, math.nan) for e in chosen]
+        parts = [math.exp((scores[e] - highest) / self.temperature) for e in chosen]
+        total = math.fsum(parts)
+        return [(e, part / total) for e, part in zip(chosen, parts, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,15 +32,9 @@ class Few:
 
 @dataclass(frozen=True, slots=True)
 class One:
-    """What the experts chosen for the only token have computed already.
+    """The experts chosen for the only token: which, with what weight, and their A·x, [r]."""
 
-    Attributes:
-        chosen: Which they are, [k].
-        z: Their weighted A·x, [1, k·r].
-    """
-
-    chosen: Tensor
-    z: Tensor
+    terms: tuple[tuple[int, float, Tensor], ...]
 
 
 Part = Tensor | Few | One
@@ -77,7 +71,7 @@ class Family:
         self.choice = rules[0].choice
         self.rules = rules
         self.learning = any(tensor.requires_grad for rule in rules for tensor in rule.tensors())
-        self.joint = rules[0].joined(rules[1:])
+        self.joint = rules[0].joined(rules[1:]).simplified()
         a = torch.cat([stack.a for stack in stacks])
         ranks = tuple(rank for stack in stacks for rank in stack.ranks)
         # The experts of the second module come behind those of the first, and so on.
@@ -89,8 +83,8 @@ class Family:
         top_k = self.choice.top_k
         choosing = top_k is not None and self.joint.after is None and self.joint.scorer.of_rows
         self.sparse = choosing and self.experts > SPARSE_FROM * (top_k or 0)
-        self.single = choosing and self.experts > (top_k or 0) and self.stack.uniform is not None
-        self.starts = torch.arange(0, len(ranks), self.experts, device=a.device)[:, None]
+        # Elsewhere than on a CPU, numbers that Python reads would be waited for.
+        self.single = choosing and self.stack.uniform is not None and a.device.type == "cpu"
         self._seen: tuple[Tensor, int] | None = None
         self._parts: list[Part | None] = []
 
@@ -133,29 +127,35 @@ class Family:
 
     def _few(self, x: Tensor) -> Sequence[Part]:
         """Score only; each token's few experts compute the rest."""
-        chosen, weights = self._best(x)
+        scores = self._ratings(x)
+        chosen, weights = self.choice.best(scores)
+        if self.watch is not None:
+            self._tell(torch.zeros_like(scores).scatter(-1, chosen, weights))
         k = chosen.shape[-1]
         pairs = zip(chosen.unbind(-2), weights.unbind(-2), strict=True)
         return [Few(one.reshape(-1, k), share.reshape(-1, k)) for one, share in pairs]
 
     def _one(self, x: Tensor) -> Sequence[Part]:
-        """For one token reading the factors is what costs: read those of the chosen experts."""
-        chosen, weights = (part.reshape(len(self.sizes), -1) for part in self._best(x))
-        a, _ = self.stack.blocks
-        kept = a.index_select(0, (chosen + self.starts).flatten())
-        z = (kept.flatten(0, 1) @ x.flatten()).view(*chosen.shape, -1)
-        z = (z * weights.to(z.dtype)[..., None]).flatten(1)
-        return [One(*both) for both in zip(chosen, z[:, None], strict=True)]
+        """Choose in Python, and read the factors of the chosen experts where they lie.
 
-    def _best(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the chosen experts and their weights, [..., members, k]."""
+        For one token calls are what costs, and reading what no expert in use needs.
+        """
+        scores = self._ratings(x)
+        if self.watch is not None:
+            self._tell(self.choice.weights(scores))
+        vector, (a, _) = x.flatten(), self.stack.blocks
+        parts: list[Part] = []
+        for member, own in enumerate(scores.view(-1, self.experts).tolist()):
+            first = member * self.experts
+            chosen = self.choice.best_of(own)
+            parts.append(One(tuple((e, w, a[first + e].mv(vector)) for e, w in chosen)))
+        return parts
+
+    def _ratings(self, x: Tensor) -> Tensor:
+        """Return the scores, [..., members, experts], of a scorer that reads rows."""
         scorer = self.joint.scorer
         assert scorer.rows is not None
-        scores = self._scores(x, x.to(scorer.rows.dtype) @ scorer.rows.T, scorer)
-        chosen, weights = self.choice.best(scores)
-        if self.watch is not None:
-            self._tell(torch.zeros_like(scores).scatter(-1, chosen, weights))
-        return chosen, weights
+        return self._scores(x, x.to(scorer.rows.dtype) @ scorer.rows.T, scorer)
 
     def _products(self, x: Tensor, scorer: Scorer) -> tuple[Tensor, Tensor]:
         """Return A·x, and what the scorer reads."""

@@ -17,6 +17,10 @@ from cgmerge.modules.routing import kernels
 from cgmerge.modules.routing.family import Family, One
 from cgmerge.modules.routing.stack import Stack
 
+Share = Tensor | tuple[Tensor, Tensor] | list[tuple[float, Tensor, Tensor]]
+"""What experts add: whole, as two factors still to be multiplied, or for one token, without
+gradients, as terms weight · b·z with z [r] and b [out, r]."""
+
 
 @dataclass
 class Routes:
@@ -92,8 +96,8 @@ class RoutedLinear(nn.Module, ABC):
         return _plus(result, self.share(x.to(self.stack.a.dtype)))
 
     @abstractmethod
-    def share(self, x: Tensor) -> tuple[Tensor, Tensor] | Tensor:
-        """Return what the experts add, whole or as two factors still to be multiplied."""
+    def share(self, x: Tensor) -> Share:
+        """Return what the experts add."""
 
     def _watched(self, weights: Tensor) -> Tensor:
         if self.routes.watch is not None:
@@ -131,13 +135,14 @@ class TokenLinear(RoutedLinear):
     """Set by the family: it decides for all modules that read the same input."""
     member: int
 
-    def share(self, x: Tensor) -> tuple[Tensor, Tensor] | Tensor:
+    def share(self, x: Tensor) -> Share:
         """Take what the family decided."""
         found = self.family.part(x, self.member)
         if isinstance(found, Tensor):
             return found, self.stack.b
         if isinstance(found, One):
-            return found.z, self.stack.blocks[1].index_select(0, found.chosen).flatten(0, 1).T
+            b = self.stack.blocks[1]
+            return [(weight, z, b[expert].T) for expert, weight, z in found.terms]
         flat = x.reshape(-1, x.shape[-1])
         sent = kernels.sparse(flat, self.stack, found.chosen, found.weights)
         return sent.view(*x.shape[:-1], -1)
@@ -160,10 +165,19 @@ class SharedLinear(RoutedLinear):
         return kernels.weigh(x @ self.stack.a.T, self.stack, weights), self.stack.b
 
 
-def _plus(result: Tensor, share: tuple[Tensor, Tensor] | Tensor) -> Tensor:
+def _plus(result: Tensor, share: Share) -> Tensor:
     """Add the experts' share; without gradients into the memory of the result."""
     if isinstance(share, Tensor):
         return result + share.to(result.dtype)
+    if isinstance(share, list):
+        there = result if result.is_contiguous() else result.contiguous()
+        flat = there.view(-1)
+        for weight, z, b in share:
+            if b.dtype == flat.dtype:
+                flat.addmv_(b, z, alpha=weight)
+            else:
+                flat.add_((b @ z).to(flat.dtype), alpha=weight)
+        return there
     z, b = share
     if torch.is_grad_enabled() or result.dtype != b.dtype or not result.is_contiguous():
         return result + (z @ b.T).to(result.dtype)

@@ -1,7 +1,7 @@
 """Scores and choice together: what gives every token its weights."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,6 +43,13 @@ class TokenRule:
             self.choice,
             torch.cat(afters) if afters else None,
         )
+
+    def simplified(self) -> "TokenRule":
+        """Return the rule without a mark of who is present where everybody is."""
+        present = self.scorer.present
+        if present is None or not bool(present.all()):
+            return self
+        return replace(self, scorer=replace(self.scorer, present=None))
 
     def tensors(self) -> list[Tensor]:
         """Return everything that decides."""

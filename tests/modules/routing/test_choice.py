@@ -21,6 +21,24 @@ def test_weights_are_those_of_a_sorted_list(scores, k):
     assert int((found > 0).sum()) == min(k, len(scores))
 
 
+@settings(max_examples=100, deadline=None)
+@given(SCORES, st.integers(1, 8))
+def test_one_token_is_chosen_for_as_many_are(scores, k):
+    choice = Choice(k, 0.7)
+    chosen, weights = choice.best(torch.tensor([scores]))
+    found = choice.best_of(scores)
+    assert [expert for expert, _ in found] == chosen[0].tolist()
+    assert [weight for _, weight in found] == pytest.approx(weights[0].tolist(), abs=1e-6)
+
+
+def test_one_token_by_hand():
+    assert Choice(2).best_of([0.0, math.log(3.0), -5.0]) == [
+        (1, pytest.approx(0.75)), (0, pytest.approx(0.25))
+    ]  # fmt: skip
+    assert Choice(2).best_of([-math.inf, 1.0]) == [(1, 1.0), (0, 0.0)]
+    assert all(math.isnan(w) for _, w in Choice(2).best_of([-math.inf, -math.inf, -math.inf]))
+
+
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 6])
 @pytest.mark.parametrize("tokens", [1, 1000])
 def test_of_equal_scores_the_first_experts_are_kept(k, tokens):

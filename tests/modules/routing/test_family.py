@@ -98,13 +98,15 @@ def test_one_token_reads_the_factors_of_its_experts_only(shape, gate):
         for seed in range(5):
             x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
             for number, (stack, rule) in enumerate(group):
-                one = family.part(x, number)
+                terms = family.part(x, number).terms
                 weights = rule.choice.weights(rule.scorer.scores(x, x @ rule.scorer.rows.T))
-                assert sorted(one.chosen.tolist()) == weights.flatten().nonzero().flatten().tolist()
-                assert one.z.shape == (1, 4)
-                chosen_b = stack.blocks[1][one.chosen].flatten(0, 1)
+                chosen = weights.flatten().nonzero().flatten().tolist()
+                assert sorted(expert for expert, _, _ in terms) == chosen
+                for expert, weight, _ in terms:
+                    assert weight == pytest.approx(float(weights.flatten()[expert]), rel=1e-5)
+                found = sum(w * (stack.blocks[1][e].T @ z) for e, w, z in terms)
                 whole = alone((stack, rule), x) @ stack.b.T
-                assert torch.allclose((one.z @ chosen_b).view(whole.shape), whole, atol=1e-5)
+                assert torch.allclose(found.view(whole.shape), whole, atol=1e-5)
 
 
 def test_one_token_of_experts_of_different_ranks_weighs_all():
