@@ -321,6 +321,8 @@ def _decide_together(
             if routes.watch is not None:
                 routes.watch(paths[number], weights)
 
-        family = Family([(m.stack, rules[m.path]) for m in members], tell)
+        family = Family(
+            [(m.stack, rules[m.path]) for m in members], tell, lambda: routes.watch is not None
+        )
         for number, member in enumerate(members):
             member.family, member.member = family, number

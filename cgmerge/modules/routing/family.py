@@ -59,15 +59,17 @@ class Family:
     Args:
         members: Stack and rule of each, see `together`.
         watch: Called with (member, weights) whenever they have decided.
+        watching: Whether somebody wants to know now.
     """
 
     def __init__(
         self,
         members: Sequence[tuple[Stack, TokenRule]],
         watch: Callable[[int, Tensor], None] | None = None,
+        watching: Callable[[], bool] = lambda: True,
     ) -> None:
         stacks, rules = [stack for stack, _ in members], [rule for _, rule in members]
-        self.experts, self.watch = stacks[0].experts, watch
+        self.experts, self.watch, self.watching = stacks[0].experts, watch, watching
         self.choice = rules[0].choice
         self.rules = rules
         self.learning = any(tensor.requires_grad for rule in rules for tensor in rule.tensors())
@@ -129,7 +131,7 @@ class Family:
         """Score only; each token's few experts compute the rest."""
         scores = self._ratings(x)
         chosen, weights = self.choice.best(scores)
-        if self.watch is not None:
+        if self._is_watched():
             self._tell(torch.zeros_like(scores).scatter(-1, chosen, weights))
         k = chosen.shape[-1]
         pairs = zip(chosen.unbind(-2), weights.unbind(-2), strict=True)
@@ -141,7 +143,7 @@ class Family:
         For one token calls are what costs, and reading what no expert in use needs.
         """
         scores = self._ratings(x)
-        if self.watch is not None:
+        if self._is_watched():
             self._tell(self.choice.weights(scores))
         vector, (a, _) = x.flatten(), self.stack.blocks
         parts: list[Part] = []
@@ -173,7 +175,10 @@ class Family:
         found: Tensor = scorer.scores(x, read).unflatten(-1, (-1, self.experts))
         return found
 
+    def _is_watched(self) -> bool:
+        return self.watch is not None and self.watching()
+
     def _tell(self, weights: Tensor) -> None:
-        if self.watch is not None:
+        if self.watch is not None and self.watching():
             for member, own in enumerate(weights.unbind(-2)):
                 self.watch(member, own)
