@@ -260,7 +260,7 @@ SUITES = {
             "own, after Tam et al. 2024", _OWN, _grid,
         ),
         Suite(
-            "rewrites", "rules that replace parts of a string until none fits (Markov algorithms)",
+            "rewrites", "ordered rules rewrite a string until none fits: Markov algorithms",
             rewrites.SPLITS, "any; 10,000 if not said", "after Zhang, Wang & Charton 2024", _OWN,
             _rewrites,
         ),
