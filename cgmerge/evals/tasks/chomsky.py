@@ -33,7 +33,8 @@ class Task:
 
     Attributes:
         level: `regular`, `context-free` or `context-sensitive`.
-        draw: Makes an input of about so many tokens: never fewer than a longest shorter one.
+        draw: Makes an input of so many tokens; sums have an odd number (one less where it is
+            even), additions at least three.
         solve: Returns the answer.
     """
 

@@ -1,6 +1,6 @@
 """String rewrites: rules replace the leftmost place they fit until none does.
 
-    a b -> c ; c -> b b : a b a c = c a b b ...
+    a b -> c ; c -> b b : a b a c = b b b b b
 
 A set of rules is a Markov algorithm without terminal rules: at each step the first rule that fits
 anywhere replaces the leftmost place where it does. Nothing says that this ends, so that steps and
