@@ -136,11 +136,14 @@ def test_splits_hold_out_what_they_say(split):
     train, validation, test = ([r["expression"] for r in rows] for _, rows in parts.items())
     learned = set(train) | set(validation)
     wholes = [r["expression"] for r in parts.test if r.get("skill") != "step"]
-    assert not learned & set(wholes)
-    assert (len(train), len(validation)) == (340, 20)
+    # Exceptions are asked again: the question is which answer wins.
+    assert split == "overgeneralisation" or not learned & set(wholes)
+    shown = 372 + len(wholes) // 2 if split == "overgeneralisation" else 340
+    assert (len(train), len(validation)) == (shown, 20)
     for row in [*parts.train, *parts.test]:
         assert row["prompt"] == f"{row['expression']} ="
-        assert row["completion"] == f" {pcfg.interpret(row['expression'])}"
+        if row.get("skill") != "exception":
+            assert row["completion"] == f" {pcfg.interpret(row['expression'])}"
     if split == "systematicity":
         assert all(map(pcfgsplits.has_held_out_pair, test))
         assert not any(map(pcfgsplits.has_held_out_pair, learned))
@@ -198,3 +201,44 @@ def test_published_answers(name):
     assert [pcfg.interpret(source) for source in sources] == answers
     if name == "systematicity/test":
         assert all(map(pcfgsplits.has_held_out_pair, sources))
+
+
+def test_an_exception_replaces_one_pair_by_hand():
+    # The first of the table wins, wherever it stands; other functions stay.
+    assert pcfgsplits.exception("prepend reverse echo A1 B2 , C3") == (
+        "prepend echo copy A1 B2 , C3"
+    )
+    assert pcfgsplits.exception("echo remove_first A1 , B2") == "append copy A1 , B2"
+    assert pcfgsplits.exception("prepend remove_first A1 , B2 , C3") == (
+        "remove_second append A1 , B2 , C3"
+    )
+    assert pcfgsplits.exception("prepend reverse A1 B2 , C3") == "remove_second echo A1 B2 , C3"
+    assert pcfgsplits.exception("echo reverse A1 B2") is None
+
+
+def test_published_exceptions():
+    name = "overgeneralisation/test_pcfg_ratio=0.005_{}.gz"
+    read = [public_data.lines("pcfg_set", name.format(one)) for one in
+            ("exception.src", "exception.tgt", "original.src", "original.tgt")]  # fmt: skip
+    sources, exceptional, same, ruled = read
+    assert len(sources) == 554
+    assert sources == same
+    assert [pcfg.interpret(one) for one in sources] == ruled
+    assert [pcfg.interpret(pcfgsplits.exception(one)) for one in sources] == exceptional
+
+
+def test_overgeneralisation_trains_on_few_exceptions_and_asks_them_by_both_answers():
+    parts = pcfgsplits.make("overgeneralisation", random.Random(1), 3000)
+    asked = list(zip(parts.test[::2], parts.test[1::2], strict=True))
+    assert 10 <= len(asked) <= 15  # 0.5 % of 3,000, less those that say the same both ways
+    for exceptional, ruled in asked:
+        source = ruled["expression"]
+        assert (exceptional["skill"], ruled["skill"]) == ("exception", "rule")
+        assert exceptional["prompt"] == ruled["prompt"]
+        assert ruled["completion"] == " " + pcfg.interpret(source)
+        assert exceptional["completion"] == " " + pcfg.interpret(pcfgsplits.exception(source))
+        assert exceptional["completion"] != ruled["completion"]
+    known = [row for row in parts.train if pcfgsplits.exception(row["expression"])]
+    assert sorted(r["prompt"] for r in known) == sorted(one["prompt"] for one, _ in asked)
+    assert all(row in parts.train for row, _ in asked)
+    assert not any(pcfgsplits.exception(row["expression"]) for row in parts.validation)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from cgmerge.errors import DataError, UsageError
 PARTS = ("train", "validation", "test")
 CARD = "card.json"
 CARD_SCHEMA = "cgmerge.card/1"
+_TRIES = 1000
 
 Record = dict[str, Any]
 
@@ -87,6 +88,34 @@ def shrink(parts: Parts, count: int, rng: random.Random) -> Parts:
         wanted = min(len(rows), max(bool(rows), round(len(rows) * count / total)))
         kept.append([rows[place] for place in sorted(rng.sample(range(len(rows)), wanted))])
     return Parts(kept[0], kept[1], kept[2], parts.notes)
+
+
+def fill(draw: Callable[[int], Record], count: int, seen: set[str]) -> list[Record]:
+    """Draw rows until there are so many, none with a prompt that was seen.
+
+    Args:
+        draw: Makes a row; it is given the number of rows so far.
+        count: Rows wanted.
+        seen: Prompts that are taken; those of the new rows are added.
+
+    Raises:
+        UsageError: A thousand draws in a row were all taken.
+    """
+    rows: list[Record] = []
+    while len(rows) < count:
+        for _ in range(_TRIES):
+            row = draw(len(rows))
+            if row["prompt"] not in seen:
+                break
+        else:
+            raise UsageError(
+                f"{count:,} rows are wanted; after {len(rows):,} no new one is found",
+                code="n",
+                hint="ask for fewer with --n",
+            )
+        seen.add(row["prompt"])
+        rows.append(row)
+    return rows
 
 
 def write_parts(

@@ -28,6 +28,7 @@ SPLITS = (
     "localism",
     "substitutivity-equal",
     "substitutivity-primitive",
+    "overgeneralisation",
 )
 HELD_OUT = (
     ("swap_first_last", "repeat"),
@@ -39,6 +40,14 @@ HELD_OUT = (
 TWINS = ("swap_first_last", "repeat", "append", "remove_second")
 """Functions with a second name in the substitutivity splits, as published."""
 
+EXCEPTIONS = {
+    ("reverse", "echo"): ("echo", "copy"),
+    ("prepend", "remove_first"): ("remove_second", "append"),
+    ("echo", "remove_first"): ("append", "copy"),
+    ("prepend", "reverse"): ("remove_second", "echo"),
+}
+"""Neighbours that mean two other functions in the overgeneralisation split, as published."""
+
 MOST_TRAINED = 8  # functions of a training expression in the productivity split
 _COMMA, _DOUBLES = (",",), ("repeat",)
 _SYMBOLS = frozenset(SYMBOLS)
@@ -47,6 +56,7 @@ _MOST_FUNCTIONS = 35
 _MOST_CHARACTERS = 500
 _MOST_SYMBOLS = 1000
 _SHARES = {"validation": 0.05, "test": 0.10}
+_EXCEPTIONAL = 0.005  # of the expressions; the most of the published shares
 
 
 def example(source: str, **columns: str) -> Record:
@@ -99,14 +109,22 @@ def make(split: str, rng: random.Random, count: int) -> Parts:
 
     Returns:
         Rows. Localism has more test rows than expressions, one for every step; substitutivity
-        has two for each, with the function's own name and with its twin.
+        has two for each, with the function's own name and with its twin; overgeneralisation asks
+        for the exceptions that were trained on, by the exception and by the rule.
     """
     sizes = {name: max(1, round(count * share)) for name, share in _SHARES.items()}
+    if split == "overgeneralisation":
+        sizes["test"] = max(8, round(count * _EXCEPTIONAL))
     sizes["train"] = max(1, count - sum(sizes.values()))
     drawn = _filled(rng, sizes, _HELD[split])
     if split.startswith("substitutivity"):
         return _with_twins(drawn, rng, equal=split.endswith("equal"))
     train, validation = _rows(drawn["train"]), _rows(drawn["validation"])
+    if split == "overgeneralisation":
+        exceptions = [pair for one in drawn["test"] if (pair := _both_answers(one))]
+        train += [{**exception} for exception, _ in exceptions]
+        rng.shuffle(train)
+        return Parts(train, validation, [row for pair in exceptions for row in pair])
     if split == "localism":
         return Parts(train, validation, [row for one in drawn["test"] for row in _unrolled(one)])
     return Parts(train, validation, _rows(drawn["test"]))
@@ -116,6 +134,25 @@ def has_held_out_pair(source: str) -> bool:
     """Whether two neighbouring tokens are one of the pairs of `HELD_OUT`."""
     tokens = source.split()
     return any(pair in HELD_OUT for pair in pairwise(tokens))
+
+
+def exception(source: str) -> str | None:
+    """Return the expression that one with a pair of `EXCEPTIONS` stands for; None without one.
+
+    Of several pairs only one is exceptional, in the published file always the one that
+    `EXCEPTIONS` has first, at its first place.
+
+    Example:
+        >>> exception("copy reverse echo A1 B2")
+        'copy echo copy A1 B2'
+    """
+    tokens = source.split()
+    pairs = list(pairwise(tokens))
+    found = next((pair for pair in EXCEPTIONS if pair in pairs), None)
+    if found is None:
+        return None
+    place = pairs.index(found)
+    return " ".join([*tokens[:place], *EXCEPTIONS[found], *tokens[place + 2 :]])
 
 
 def steps(source: str) -> list[str]:
@@ -171,6 +208,7 @@ _HELD: dict[str, _Held] = {
     "productivity": lambda source: len(functions(source)) > MOST_TRAINED,
     "substitutivity-equal": lambda _: None,
     "substitutivity-primitive": lambda _: None,
+    "overgeneralisation": lambda source: exception(source) is not None,
 }
 
 
@@ -193,6 +231,15 @@ def _filled(rng: random.Random, sizes: dict[str, int], held: _Held) -> dict[str,
 
 def _rows(sources: list[str]) -> list[Record]:
     return [example(source) for source in sources]
+
+
+def _both_answers(source: str) -> tuple[Record, Record] | None:
+    """Ask an exceptional expression twice; None where exception and rule say the same."""
+    answer = f" {interpret(exception(source) or source)}"
+    rule = example(source, skill="rule")
+    if answer == rule["completion"]:
+        return None
+    return {**rule, "completion": answer, "skill": "exception"}, rule
 
 
 def _unrolled(source: str) -> list[Record]:

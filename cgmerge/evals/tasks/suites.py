@@ -8,7 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from cgmerge.errors import UsageError
-from cgmerge.evals.tasks import arithmetic, chains, domains, grid, pcfgsplits, published, scan
+from cgmerge.evals.tasks import (
+    arithmetic,
+    chains,
+    chomsky,
+    domains,
+    grid,
+    pcfgsplits,
+    published,
+    rewrites,
+    scan,
+    skillmix,
+)
 from cgmerge.evals.tasks.parts import Parts, Record, carve, shrink
 from cgmerge.nearest import nearest
 
@@ -132,8 +143,21 @@ def _arithmetic(wanted: Wanted) -> Parts:
     return arithmetic.make(wanted.split, rng, wanted.count or default, wanted.modulus)
 
 
+def _rewrites(wanted: Wanted) -> Parts:
+    return rewrites.make(wanted.split, wanted.rng("rewrites"), wanted.count or 10_000)
+
+
+def _chomsky(wanted: Wanted) -> Parts:
+    return chomsky.make(wanted.split, wanted.rng("chomsky"), wanted.count or 11_000)
+
+
+def _skillmix(wanted: Wanted) -> Parts:
+    return skillmix.make(wanted.split, wanted.rng("skillmix"), wanted.count or 3000)
+
+
 _MOST_CHAINS = 100_000  # a third of the inputs; drawing different ones gets slow beyond
-_CHAIN_SPLITS = ("pairs", *chains.NEW)
+_WITH_PARTS = "pairs-parts"
+_CHAIN_SPLITS = ("pairs", _WITH_PARTS, *chains.NEW)
 _DOMAIN_SPLITS = ("mixed", "single")
 
 
@@ -145,7 +169,7 @@ def _chains(wanted: Wanted) -> Parts:
             f"{count:,} rows are wanted; chains have at most {_MOST_CHAINS:,}", code="n"
         )
     held = max(1, count // 10)
-    if wanted.split == "pairs":
+    if wanted.split in ("pairs", _WITH_PARTS):
         group: chains.Group = "new2"
         skills = tuple(chains.NEW)
     else:
@@ -155,10 +179,15 @@ def _chains(wanted: Wanted) -> Parts:
         dict(r) for s, n in zip(skills, learned, strict=True) for r in chains.expert_rows(s, rng, n)
     ]
     rows = {row["prompt"]: row for row in train}  # replay of two skills may draw the same
-    asked = [
-        [*map(dict, chains.group_rows(group, rng, held, split=part, skills=skills))]
-        for part in ("validation", "test")
-    ]
+    halves: tuple[chains.Split, chains.Split] = ("validation", "test")
+    if wanted.split == _WITH_PARTS:
+        pairs = chains.tasks(group, skills)
+        asked = [skillmix.asked(pairs, rng, held, part, suite="chains") for part in halves]
+    else:
+        asked = [
+            [*map(dict, chains.group_rows(group, rng, held, split=part, skills=skills))]
+            for part in halves
+        ]
     return Parts(list(rows.values()), asked[0], asked[1])
 
 
@@ -229,6 +258,20 @@ SUITES = {
             "grid", "string edits by alphabets; experts know the diagonal",
             grid.SPLITS, "about 470 in one cell; 422 unseen",
             "own, after Tam et al. 2024", _OWN, _grid,
+        ),
+        Suite(
+            "rewrites", "ordered rules rewrite a string until none fits: Markov algorithms",
+            rewrites.SPLITS, "any; 10,000 if not said", "after Zhang, Wang & Charton 2024", _OWN,
+            _rewrites,
+        ),
+        Suite(
+            "chomsky", "parity, stacks, copying, sorting: tasks by the automaton they need",
+            chomsky.SPLITS, "any; 11,000 if not said", "after Delétang et al. 2023", _OWN, _chomsky,
+        ),
+        Suite(
+            "skillmix", "two or three string edits in one row, their parts asked beside them",
+            skillmix.SPLITS, "any; 3,000 if not said",
+            "own, after Yu et al. 2023, Zhao et al. 2024", _OWN, _skillmix,
         ),
         Suite(
             "cogs", "English sentences as logical forms",
