@@ -55,8 +55,9 @@ def _facts(
     from cgmerge.merge.compare import cosines
 
     count = len(experts)
-    sums = {
-        "cosine": cosines(sum((m.gram for m in modules.values()), start=_zeros(count))),
+    whole = cosines(sum((m.gram for m in modules.values()), start=_zeros(count)))
+    pairs = {
+        "cosine": whole.tolist(),
         "sign_conflict": _mean(modules, "conflicts"),
         "output_overlap": _mean(modules, "left_overlap"),
         "input_overlap": _mean(modules, "right_overlap"),
@@ -83,7 +84,7 @@ def _facts(
                 zip(experts, weights, norms, strict=True)
             )
         ],
-        "pairs": {key: value.tolist() for key, value in sums.items()},
+        "pairs": pairs,
         "exact_rank": max(m.exact_rank for m in modules.values()),
         "lost_at_rank": lost,
         "notes": _notes(experts, norms, modules),
@@ -106,8 +107,8 @@ def _zeros(count: int) -> "Tensor":
     return torch.zeros(count, count, dtype=torch.float64)
 
 
-def _mean(modules: "dict[str, ModuleComparison]", key: str) -> "Tensor":
-    """Average a pairwise measure over the modules that both experts touch."""
+def _mean(modules: "dict[str, ModuleComparison]", key: str) -> list[list[float | None]]:
+    """Average a pairwise measure over the modules that both experts touch (None: there is none)."""
     import torch
 
     count = len(next(iter(modules.values())).norms)
@@ -117,7 +118,10 @@ def _mean(modules: "dict[str, ModuleComparison]", key: str) -> "Tensor":
         both = touched[:, None] * touched
         total += getattr(module, key) * both
         seen += both
-    return torch.where(seen > 0, total / seen.clamp_min(1.0), 0.0)
+    return [
+        [value / times if times else None for value, times in zip(*row, strict=True)]
+        for row in zip(total.tolist(), seen.tolist(), strict=True)
+    ]
 
 
 def _effective(modules: "dict[str, ModuleComparison]", place: int) -> float:
@@ -170,7 +174,7 @@ def _show(names: list[str], facts: dict[str, Any], output: Output) -> None:
     )  # fmt: skip
     pairs = facts["pairs"]
     rows = [
-        [names[i], names[j], *(f"{pairs[key][i][j]:.3f}" for key in pairs)]
+        [names[i], names[j], *(_number(pairs[key][i][j]) for key in pairs)]
         for i in range(len(names))
         for j in range(i + 1, len(names))
     ]
@@ -188,6 +192,10 @@ def _show(names: list[str], facts: dict[str, Any], output: Output) -> None:
     output.line("rank", f"{facts['exact_rank']} holds the weighted sum exactly")
     if shown:
         output.line("lost", f"at rank {shown} of ‖ΔW‖")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _place(module: str) -> tuple[str, str]:

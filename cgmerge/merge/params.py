@@ -168,7 +168,7 @@ def range_of(item: "dataclasses.Field[Any]") -> str:
 
 
 def _range_hint(item: "dataclasses.Field[Any]", value: float, high: float | None) -> str | None:
-    if high == 1 and 1 < value <= 100:
+    if high == 1 and 2 <= value <= 100:  # a little above 1 is no percentage
         return f"did you mean {value / 100:g}? `{item.name}` is a share, not a percentage"
     hint = item.metadata.get("hint")
     return str(hint) if hint else None

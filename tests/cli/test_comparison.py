@@ -62,6 +62,22 @@ def test_opposite_experts(run, three):
     assert found["lost_at_rank"]["1"] > 0.01
 
 
+def test_experts_without_a_module_in_common_have_no_conflict_to_report(run, three, tmp_path):
+    (first, a), (second, b) = (
+        (path, (torch.ones(1, into), torch.ones(out, 1))) for path, (out, into) in SHAPES.items()
+    )
+    apart = write(tmp_path / "p", {first: a}, 1), write(tmp_path / "q", {second: b}, 1)
+    pairs = inspect(run, *apart)["pairs"]
+    assert pairs["cosine"][0][1] == 0.0  # disjoint entries: orthogonal, a fact
+    for measure in ("sign_conflict", "output_overlap", "input_overlap"):
+        assert pairs[measure][0][1] is None
+        assert pairs[measure][0][0] is not None
+    code, text, _ = run("inspect", *apart)
+    assert code == 0
+    row = next(line.split() for line in text.splitlines() if line.split()[:2] == ["p", "q"])
+    assert row[2:] == ["0.000", "-", "-", "-"]
+
+
 def test_weights_decide_what_a_rank_loses(run, three):
     assert inspect(run, three[0], three[2])["exact_rank"] == 5
     cancelled = inspect(run, f"{three[0]}=2", three[1], three[2])

@@ -157,6 +157,13 @@ def test_percentages_are_explained():
     assert "did you mean 0.2?" in caught.value.hint
 
 
+def test_a_share_a_little_above_one_is_not_taken_for_a_percentage():
+    with pytest.raises(UsageError) as caught:
+        make_rule("ties", 2, params={"density": 1.5})
+    assert "(0.0, 1.0]" in caught.value.message
+    assert "percentage" not in (caught.value.hint or "")
+
+
 def test_unknown_names_are_corrected():
     with pytest.raises(UsageError) as caught:
         get_method("tise")
