@@ -12,6 +12,7 @@ from cgmerge.quoting import quoted
 from cgmerge.shown import score_text, some_of
 
 if TYPE_CHECKING:
+    from cgmerge.cli.learned import Learning
     from cgmerge.evals.suite import SkillSet
     from cgmerge.modules.compose import Plan
     from cgmerge.modules.fullmodel import AnyExpert
@@ -172,7 +173,7 @@ def compose(
         refuse_inputs(out, [*_own_recipe(experts), *_files_of(tune), *_files_of(examples)])
         check_outputs(plan, out, overwrite=overwrite)
     if dry_run or out is None:
-        _finish_dry_run(plan, output)
+        _finish_dry_run(plan, learning, output)
         return
     if skills:
         plan = make_plan(_tuned(plan, skills, budget, output))
@@ -365,15 +366,17 @@ def _doc(params: type, name: str) -> str:
     return str(item.metadata.get("doc", ""))
 
 
-def _finish_dry_run(plan: "Plan", output: Output) -> None:
+def _finish_dry_run(plan: "Plan", learning: "Learning | None", output: Output) -> None:
     kind = f"adapter of rank {plan.rank}" if plan.rank else "full model"
+    if learning and learning.may_route:
+        kind += ", or a routed composition if that does better on the examples"
     output.line("output", f"{kind}; about {plan.peak_bytes / 1e6:.0f} MB of memory")
     output.line("ok", "nothing written (dry run)")
     output.result(
         "cgmerge.compose/1",
         {
             "out": None,
-            "method": plan.rule.name,
+            "method": learning.method if learning else plan.rule.name,
             "rank": plan.rank or None,
             "modules": len(plan.sizes),
             "entries": plan.entries,

@@ -59,6 +59,11 @@ class Learning:
     seed: int = 0
     fixed: str | None = None
 
+    @property
+    def may_route(self) -> bool:
+        """Whether a router can come out."""
+        return self._why_static() is None
+
     def check(self, plan: "Plan") -> None:
         """Refuse what cannot be learned before any work."""
         from cgmerge.modules.learned.learn import check_learnable
@@ -96,19 +101,30 @@ class Learning:
     def _routers(self) -> "tuple[list[RoutedPlan], dict[str, str]]":
         """Return the routed methods that may be chosen, and why others may not."""
         from cgmerge.evals.routedauto import TRIED, open_routed
-        from cgmerge.modules.base import open_base
         from cgmerge.modules.learned.presets import AutoSettings
 
         if not isinstance(self.settings, AutoSettings):
             return [], {}
+        why = self._why_static()
+        if why is not None:
+            return [], dict.fromkeys(TRIED, why)
+        return open_routed(self.recipe, self.examples, self.seed)
+
+    def _why_static(self) -> str | None:
+        """Return why no router can be chosen, or None where one can."""
+        from cgmerge.modules.base import open_base
+        from cgmerge.modules.learned.presets import AutoSettings
+
+        if not isinstance(self.settings, AutoSettings):
+            return f"{self.method} learns coefficients"
         if not self.settings.routed:
-            return [], dict.fromkeys(TRIED, "--set routed=false")
+            return "--set routed=false"
         base = self.recipe.base
         if base is not None and open_base(base).has_encoder:
-            return [], dict.fromkeys(TRIED, "the base reads prompts with an encoder")
+            return "the base reads prompts with an encoder"
         if self.fixed is not None:
-            return [], dict.fromkeys(TRIED, f"{self.fixed} asks for one result for every input")
-        return open_routed(self.recipe, self.examples, self.seed)
+            return f"{self.fixed} asks for one result for every input"
+        return None
 
     def _made(
         self, plan: "Plan", loaded: "LoadedBase", routers: "list[RoutedPlan]", output: Output

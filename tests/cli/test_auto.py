@@ -122,6 +122,17 @@ def test_who_wants_one_adapter_gets_one_and_is_told(compose, tmp_path, monkeypat
     assert not (tmp_path / "o/router.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    ("more", "routes"), [((), True), (("--rank", "4"), False), (("--set", "routed=false"), False)]
+)
+def test_a_dry_run_says_what_may_come_out(compose, tmp_path, more, routes):
+    code, out, err = compose("auto", "o", *more, "--dry-run")
+    assert code == 0, err
+    assert json.loads(out)["method"] == "auto"
+    assert ("or a routed composition if that does better" in err) == routes
+    assert not (tmp_path / "o").exists()
+
+
 def test_a_recipe_may_want_one_adapter(run, place, tmp_path, monkeypatch):
     prefer(monkeypatch, "linear")
     recipe = tmp_path / "recipe.json"
