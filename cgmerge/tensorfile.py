@@ -114,7 +114,8 @@ class TensorFile:
             self._handle = -1
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):
+        # As the interpreter ends, modules may be gone before this file is: the system closes it.
+        if os is not None and getattr(self, "_handle", -1) >= 0:
             self.close()
 
     def read(self, name: str) -> "torch.Tensor":

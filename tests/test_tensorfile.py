@@ -3,6 +3,8 @@
 import json
 import os
 import struct
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -235,3 +237,17 @@ def test_a_header_is_written_as_the_library_writes_it(tmp_path):
         }
         assert header_bytes(infos, file.metadata) == file.read_span(0, body) == raw[:body]
         assert file.read_span(body, len(raw)) == raw[body:]
+
+
+def test_a_file_left_open_at_the_end_of_a_program_says_nothing(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
+    # The reference in `sys.modules`' own dictionary outlives the modules that a reader needs.
+    program = (
+        "import sys, cgmerge.tensorfile as t\n"
+        f"sys.modules['zz'] = kept = t.TensorFile({str(tmp_path / 'x.safetensors')!r})\n"
+        "t.os = t.contextlib = None\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
