@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Waiting threads give their core to others: on a busy machine spinning ones are many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint types bench bench-merge bench-codec bench-compress bench-route tiny-route real-route tiny-study real-study real real-compress real-methods methods base kills lm-eval ray fuzz mutate docs wheel clean setup
+.PHONY: demo test lint types bench bench-merge bench-codec bench-compress bench-route tiny-route real-route tiny-study real-study real real-compress real-methods methods base kills lm-eval ray fuzz mutate trust docs wheel clean setup
 
 setup: $(STAMP)
 
@@ -95,6 +95,9 @@ kills: $(STAMP)  ## kill training at random moments, many times
 
 fuzz: $(STAMP)  ## damaged compressed experts against their reader: make fuzz SECONDS=3600
 	$(BIN)/python scripts/fuzz_cge.py --seconds $(or $(SECONDS),60)
+
+trust: $(STAMP)  ## stop every writing command at every disk operation, and at random moments: make trust MINUTES=60
+	$(BIN)/python scripts/trust.py --minutes $(or $(MINUTES),60) --docs docs/trust.md
 
 mutate: $(STAMP)  ## delete each check of the reading modules, see whether a test notices: make mutate SECONDS=900
 	$(BIN)/python scripts/mutate.py --seconds $(or $(SECONDS),900)

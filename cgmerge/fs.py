@@ -161,7 +161,7 @@ def new_folder(out: Path, *, overwrite: bool = False, own: bool = False) -> Iter
     _check_folder(out, overwrite=overwrite, own=own)
     with storage_errors(out.parent, 0):
         out.parent.mkdir(parents=True, exist_ok=True)
-    _collect_leftovers(out.parent)
+    collect_leftovers(out.parent)
     stage = _temporary_beside(out)
     with storage_errors(stage, 0):
         _step("mkdir", stage)
@@ -232,7 +232,7 @@ def _replacing(
     check_free(path, overwrite=overwrite)
     with storage_errors(path, size):
         path.parent.mkdir(parents=True, exist_ok=True)
-    _collect_leftovers(path.parent)
+    collect_leftovers(path.parent)
     temporary = _temporary_beside(path)
     try:
         yield temporary
@@ -450,7 +450,7 @@ def _umask() -> int:
 
 
 def _temporary_beside(path: Path) -> Path:
-    """Name a private file or folder that `_collect_leftovers` knows as ours."""
+    """Name a private file or folder that `collect_leftovers` knows as ours."""
     name = f".{cut_name(path.name, _NAME_BYTES)}{_MARK}{writer_id()}-{secrets.token_hex(4)}"
     return path.with_name(name)
 
@@ -467,7 +467,7 @@ def writer_is_dead(writer: str) -> bool:
     return host == writer_id().split("-")[0] and number.isdigit() and not _alive(int(number))
 
 
-def _collect_leftovers(folder: Path) -> None:
+def collect_leftovers(folder: Path) -> None:
     """Remove temporaries of writers that were killed: on this host when the process is gone."""
     here = writer_id().partition("-")[0]
     with contextlib.suppress(OSError):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cgmerge import fs
 from cgmerge.errors import CgmergeError, Damaged, NotFound, Unsafe
-from cgmerge.modules.library.store import Source
+from cgmerge.modules.library.store import ENTRIES, OBJECTS, REMOVING, Source
 from cgmerge.tensorfile import open_regular, read_small
 
 _PIECE = 1 << 22
@@ -70,6 +70,11 @@ class Folder:
     def remove(self, path: str) -> None:
         """Remove a file or a folder."""
         fs.remove_place(self.root / path)
+
+    def tidy(self) -> None:
+        """Remove the temporaries of writers that were killed."""
+        for folder in (ENTRIES, OBJECTS, REMOVING):
+            fs.collect_leftovers(self.root / folder)
 
     def _scan(self, folder: str) -> list[os.DirEntry[str]]:
         place = self.root / folder

@@ -133,6 +133,9 @@ class Remote:
         with self._errors(path), contextlib.suppress(FileNotFoundError):
             self._files.rm(self._at(path), recursive=True)
 
+    def tidy(self) -> None:
+        """Do nothing: there are no temporaries, a file appears under its name when it is whole."""
+
     def _list(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
         place = self._at(folder)
         self._files.invalidate_cache()

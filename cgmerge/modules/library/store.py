@@ -91,6 +91,9 @@ class Writable(Store, Protocol):
     def remove(self, path: str) -> None:
         """Remove a file or a folder; nothing happens where there is nothing."""
 
+    def tidy(self) -> None:
+        """Remove what writers left that were killed, where a storage has such a thing."""
+
 
 def is_url(ref: str) -> bool:
     """Whether a reference is a URL rather than a path."""

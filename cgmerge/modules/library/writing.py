@@ -213,6 +213,7 @@ def _collect(store: Writable, digests: Sequence[str], done: Removed, *, dry_run:
     finally:
         if not dry_run:
             _remove_marks(store, [*marks.values(), *_dead(store.names(REMOVING))])
+            store.tidy()
     return done
 
 
