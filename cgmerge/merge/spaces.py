@@ -29,6 +29,10 @@ Space = Literal["core", "knots"]
 SPACES: tuple[Space, ...] = ("core", "knots")
 _CUT = 1e-5
 
+_REMEMBERED = 1 << 27
+"""Bytes of projections that are kept, so that rules which look at all modules several times do not
+compute them anew."""
+
 
 @dataclass(frozen=True, slots=True)
 class Projected:
@@ -43,6 +47,11 @@ class Projected:
     left: Float[Tensor, "out m"] | None
     right: Float[Tensor, "in n"] | None
     matrices: Float[Tensor, "experts m n"]
+
+    @property
+    def nbytes(self) -> int:
+        """Return what it takes in memory."""
+        return sum(t.nbytes for t in (self.left, self.right, self.matrices) if t is not None)
 
     def lift(self, merged: Float[Tensor, "m n"]) -> Float[Tensor, "out in"]:
         """Return left·merged·rightᵀ."""
@@ -105,18 +114,26 @@ class SpaceExperts:
         self.space = space
         self.names = sorted(set().union(*[set(expert) for expert in experts]))
         self.views = [_View(self, place) for place in range(len(experts))]
-        self._known: tuple[str, Projected] | None = None
+        self._newest: tuple[str, Projected] | None = None
+        self._kept: dict[str, Projected] = {}
+        self._bytes = 0
 
     def of(self, name: str) -> Projected | None:
         """Return a module's projection, None for tensors with fewer than two dimensions."""
-        if self._known is not None and self._known[0] == name:
-            return self._known[1]
+        if self._newest is not None and self._newest[0] == name:
+            return self._newest[1]
+        if name in self._kept:
+            return self._kept[name]
         deltas = [expert.get(name, None) for expert in self.experts]
         if any(isinstance(delta, Tensor | Rows) and delta.ndim < 2 for delta in deltas):
             return None
-        # Modules are visited one after the other: remembering one is enough.
-        self._known = name, into_space(deltas, self.space)
-        return self._known[1]
+        projected = into_space(deltas, self.space)
+        # Modules are visited in turn, again and again: what is full keeps what it has.
+        if self._bytes + projected.nbytes <= _REMEMBERED:
+            self._kept[name] = projected
+            self._bytes += projected.nbytes
+        self._newest = name, projected
+        return projected
 
 
 class _View(Mapping[str, Tensor]):
@@ -148,6 +165,8 @@ def _whole(delta: Delta) -> Tensor:
 
 def _basis(matrix: Tensor) -> Tensor:
     """Return the left singular vectors whose values are not negligible, at least one."""
+    if matrix.shape[1] > matrix.shape[0]:  # M = Rᵀ·Qᵀ has those of the small Rᵀ: no wide SVD
+        matrix = torch.linalg.qr(matrix.T, mode="r").R.T
     u, s, _ = torch.linalg.svd(matrix, full_matrices=False)
     kept = max(1, int((s > _CUT * s[:1]).sum())) if s.numel() else 0
     basis: Tensor = u[:, :kept]
