@@ -57,11 +57,17 @@ def loads(data: bytes, *, source: str, max_bytes: int = MAX_BYTES) -> Any:
     return value
 
 
+def kind_of(value: Any) -> str:
+    """Call a parsed value what JSON calls it."""
+    names = {dict: "an object", list: "an array", str: "a string", bool: "true or false"}
+    return "null" if value is None else names.get(type(value), "a number")
+
+
 def loads_object(data: bytes, *, source: str, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """Parse a document whose top level must be an object."""
     value = loads(data, source=source, max_bytes=max_bytes)
     if not isinstance(value, dict):
-        raise Damaged(f"{source} must hold an object, found {type(value).__name__}", code="json")
+        raise Damaged(f"{source} must hold an object, found {kind_of(value)}", code="json")
     return value
 
 
@@ -101,21 +107,31 @@ def _next_step(data: bytes, error: ValueError) -> str | None:
             "save it as UTF-8; if it is Latin-1 or Windows-1252:"
             " iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW"
         )
+    if data.startswith(b"\xef\xbb\xbf"):
+        return "it begins with a byte order mark; take that off: tail -c +4 OLD > NEW"
     if b"\r" in data and b"\n" not in data:
         return "its lines end with CR alone; write LF: tr '\\r' '\\n' < OLD > NEW"
-    return None
+    return "it may be cut short, or edited by hand: correct it there, or get it again"
 
 
 def _unique(pairs: list[tuple[str, Any]], source: str) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise Damaged(f"{source} holds the key {twice!r} twice", code="json")
+        raise Damaged(
+            f"{source} holds the key {twice!r} twice",
+            code="json",
+            hint="keep one of the two",
+        )
     return result
 
 
 def _refuse_constant(word: str, source: str) -> Any:
-    raise Damaged(f"{source} holds {word}, which is not JSON", code="json")
+    raise Damaged(
+        f"{source} holds {word}, which is not JSON",
+        code="json",
+        hint="write a finite number, or null where there is none",
+    )
 
 
 def _finite(digits: str, source: str) -> float:

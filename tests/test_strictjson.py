@@ -46,7 +46,7 @@ def test_depth_and_size_are_limits():
 
 def test_top_level_object():
     assert strictjson.loads_object(b'{"a": [1, 2.5, null, true]}', source="x")["a"][1] == 2.5
-    with pytest.raises(Damaged, match="found list"):
+    with pytest.raises(Damaged, match="found an array"):
         strictjson.loads_object(b"[]", source="x")
 
 

@@ -30,7 +30,10 @@ def compose(
     ],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Where to write")] = None,
     method: Annotated[
-        str | None, typer.Option("--method", "-m", help="See `cgmerge methods`  [default: ties]")
+        str | None,
+        typer.Option(
+            "--method", "-m", help="See `cgmerge methods`; ties if not given, one expert as it is"
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -191,6 +194,7 @@ def _recipe(experts: list[str], given: dict[str, Any], params: dict[str, Any]) -
     from cgmerge.modules.recipe import (
         ExpertRef,
         Recipe,
+        default_method,
         is_recipe,
         parse_form,
         parse_rank,
@@ -205,7 +209,8 @@ def _recipe(experts: list[str], given: dict[str, Any], params: dict[str, Any]) -
             changes[key] = parse(changes[key])
     if not is_recipe(experts):
         refs = tuple(ExpertRef(*parse_weighted(text)) for text in experts)
-        return Recipe(experts=refs, **{"method": "ties", **changes}, params=params)
+        changes.setdefault("method", default_method(len(refs)))
+        return Recipe(experts=refs, **changes, params=params)
     recipe = read_recipe(Path(experts[0]))
     if recipe.recorded and changes.get("form") == "model":
         changes = {"rank": "auto", **changes}  # the rank of the adapter that the record is of

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from cgmerge.evals.metrics import MetricInfo
     from cgmerge.evals.record import Evaluation, Record, Result
     from cgmerge.evals.runner import Settings
-    from cgmerge.evals.suite import SkillSet
     from cgmerge.evals.targets import Target
     from cgmerge.modules.base import Base
     from cgmerge.modules.loading import LoadedBase
@@ -118,6 +117,14 @@ def evaluate(
             "--oracle", help="Also show the best expert of each skill, picked on the scored items"
         ),
     ] = False,
+    ensemble: Annotated[
+        bool,
+        typer.Option(
+            "--ensemble",
+            help="Also show all experts asked together, their probabilities averaged; with"
+            " --validation also as `stacked`, with weights from there",
+        ),
+    ] = False,
     no_base: Annotated[bool, typer.Option("--no-base", help="Leave the base out")] = False,
     expect_same: Annotated[
         bool, typer.Option("--expect-same", help="Accept targets that score as the base")
@@ -163,7 +170,7 @@ def evaluate(
 
     unused = {
         "--data": data, "--metric": metric != "exact", "--generate": generate, "--by": by,
-        "--max-new-tokens": max_new_tokens, "--validation": validation,
+        "--max-new-tokens": max_new_tokens, "--validation": validation, "--ensemble": ensemble,
     }  # fmt: skip
     request = harness_request(Options(lm_eval, lm_eval_metric), unused)
     info = METRICS["lm_eval"] if request else metric_of(metric)
@@ -198,7 +205,7 @@ def evaluate(
     if request:
         evaluation = request.evaluate(call, oracle=oracle)
     else:
-        evaluation = _evaluate_data(call, data or [], validation or [], oracle)
+        evaluation = _evaluate_data(call, data or [], validation or [], oracle, ensemble)
     if evaluation is None:
         return
     record = evaluation.record
@@ -286,9 +293,10 @@ class Call:
 
 
 def _evaluate_data(
-    call: Call, data: list[str], validation: list[str], oracle: bool
+    call: Call, data: list[str], validation: list[str], oracle: bool, ensemble: bool
 ) -> "Evaluation | None":
     """Score targets on data files; None after a dry run."""
+    from cgmerge.cli.picks import Picks, measure
     from cgmerge.evals.columns import check_metric
     from cgmerge.evals.suite import questions, read_skills
     from cgmerge.evals.targets import check_tasks
@@ -296,7 +304,7 @@ def _evaluate_data(
     settings = call.settings
     skills = read_skills(data, limit=settings.limit)
     check_metric(questions(skills, settings.by), settings.metric)
-    picks = _Picks(read_skills(validation) if validation else [], oracle)
+    picks = Picks(read_skills(validation) if validation else [], oracle, ensemble)
     found = call.open()
     picks.check(found, skills, settings)
     known = [(one.name, len(one.examples), one.source) for one in skills]
@@ -305,7 +313,7 @@ def _evaluate_data(
     if call.dry_run:
         call.finish_dry_run(found, known)
         return None
-    return _measure(call, found, skills, picks)
+    return measure(call, found, skills, picks)
 
 
 def _tell(
@@ -357,59 +365,6 @@ def _check_length(settings: "Settings", info: "MetricInfo") -> None:
             code="max_new_tokens",
             hint="add --generate, or leave it out",
         )
-
-
-@dataclass(frozen=True)
-class _Picks:
-    """Columns of picked experts that were asked for."""
-
-    validation: "list[SkillSet]"
-    oracle: bool
-
-    def check(
-        self, targets: "list[Target]", skills: "list[SkillSet]", settings: "Settings"
-    ) -> None:
-        """Refuse before any work what cannot be picked."""
-        from cgmerge.evals.baselines import CHOSEN, ORACLE, check_picks
-        from cgmerge.evals.columns import check_metric
-        from cgmerge.evals.suite import check_names, questions
-
-        if not self.validation and not self.oracle:
-            return
-        check_picks(targets, self.validation, skills)
-        check_names([CHOSEN, ORACLE, *(one.name for one in targets)], what="target", form=_NAMED)
-        if self.validation:
-            check_metric(questions(self.validation), settings.metric)
-
-    def settings(self, settings: "Settings") -> "Settings":
-        """Return how experts are scored on validation data."""
-        return replace(settings, keeps_base=False, expects_same=True, compare_to=None, by=())
-
-
-_NAMED = "NAME=PATH"
-
-
-def _measure(
-    call: Call, targets: "list[Target]", skills: "list[SkillSet]", picks: _Picks
-) -> "Evaluation":
-    from cgmerge.evals.baselines import with_baselines
-    from cgmerge.evals.runner import count_rows, evaluate_targets
-
-    settings, output = call.settings, call.output
-    experts = [one for one in targets if one.kind == "expert"]
-    other = picks.settings(settings)
-    loaded = call.load(with_encoder=True)
-    with output.progress("eval", count_rows(targets, skills, settings)) as advance:
-        found = evaluate_targets(loaded, targets, skills, settings, progress=advance)
-    validation = None
-    if picks.validation:
-        with output.progress("validate", count_rows(experts, picks.validation, other)) as advance:
-            validation = evaluate_targets(
-                loaded, experts, picks.validation, other, progress=advance
-            )
-    if validation is None and not picks.oracle:
-        return found
-    return with_baselines(found, oracle=picks.oracle, validation=validation)
 
 
 def _below(record: "Record", least: float | None) -> "list[Result]":

@@ -153,6 +153,7 @@ class SkillInfo:
         contradicting: Items whose prompt stood earlier with another target.
         same_id: Rows whose `id` column repeats that of another row.
         cut: Items whose prompt lost tokens on the left to fit the model.
+        unknown: Items whose answer holds a token that the base's tokenizer does not know.
         measure: Metric and filter of lm-evaluation-harness, where it scored.
     """
 
@@ -166,6 +167,7 @@ class SkillInfo:
     contradicting: int = 0
     same_id: int = 0
     cut: int = 0
+    unknown: int = 0
     measure: str = ""
 
 

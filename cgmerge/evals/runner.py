@@ -13,6 +13,7 @@ from cgmerge._version import __version__
 from cgmerge.errors import Damaged, Incompatible, UsageError
 from cgmerge.evals import scoring
 from cgmerge.evals.columns import Question, check_metric, other_choices
+from cgmerge.evals.ensemble import logits_of
 from cgmerge.evals.items import Answers, make_items, warnings_of
 from cgmerge.evals.metrics import METRICS
 from cgmerge.evals.record import (
@@ -38,7 +39,7 @@ from cgmerge.evals.summary import summarise
 from cgmerge.evals.targets import BASE_NAME, LoadOptions, Ready, Target, ready
 from cgmerge.modules.encoding import Encoded, end_ids
 from cgmerge.modules.loading import LoadedBase
-from cgmerge.modules.teacher import position_limit
+from cgmerge.modules.teacher import Logits, position_limit
 
 MOST_NEW_TOKENS = 256
 """Of an answer that is measured as a text, unless a setting says otherwise."""
@@ -263,7 +264,7 @@ class _Run:
             )
             items = make_items(answers, self.asked, there.loaded.tokenizer)
         self.warnings += warnings_of(target.name, items)
-        return TargetInfo(target.name, target.kind, target.digest, tokenizer), items
+        return TargetInfo(target.name, target.kind, target.digest, tokenizer, target.note), items
 
     def _work(self, target: Target, there: Ready, rows: Rows, count: int | None = None) -> "_Work":
         return _work_of(target, there, rows.encoded[:count], self.asked)
@@ -315,6 +316,7 @@ class _Work:
     model: LoadedBase
     encoded: Sequence[Encoded]
     prepare: scoring.Prepare
+    logits: Logits
 
     def first(self, count: int) -> "_Work":
         return replace(self, encoded=self.encoded[:count])
@@ -329,7 +331,7 @@ def _work_of(
         if there.routing is not None:
             there.routing.route([encoded[i].prompt_ids for i in batch], [skills[i] for i in batch])
 
-    return _Work(target, there.loaded, encoded, prepare)
+    return _Work(target, there.loaded, encoded, prepare, logits_of(target))
 
 
 def _score(
@@ -342,6 +344,7 @@ def _score(
             batch_size=batch_size,
             advance=advance,
             prepare=work.prepare,
+            logits=work.logits,
         )
 
 

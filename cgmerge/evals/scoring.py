@@ -20,6 +20,7 @@ from cgmerge.modules.encoding import Encoded
 from cgmerge.modules.teacher import (
     LOGIT_BUDGET,
     Extent,
+    Logits,
     batches_of,
     decoder_start,
     encoder_inputs,
@@ -74,6 +75,7 @@ def score(
     batch_size: int,
     advance: Advance | None = None,
     prepare: Prepare | None = None,
+    logits: Logits = target_logits,
 ) -> list[TokenScore]:
     """Score targets by teacher forcing, in one forward pass per batch.
 
@@ -83,6 +85,7 @@ def score(
         batch_size: Most rows in a pass; fewer where the logits would pass `LOGIT_BUDGET`.
         advance: Progress.
         prepare: Called before each batch.
+        logits: What speaks about the target tokens of a batch.
 
     Returns:
         One score per row, in order. In float32 it is the same for every batch size to 1e-5.
@@ -98,7 +101,7 @@ def score(
         for batch in batches_of(rows, batch_size, lambda b: b.logits * vocab <= LOGIT_BUDGET):
             if prepare is not None:
                 prepare(batch)
-            scores = _score_batch(model, [rows[i] for i in batch])
+            scores = _score_batch(model, [rows[i] for i in batch], logits)
             found.update(zip(batch, scores, strict=True))
             if advance is not None:
                 advance(len(batch))
@@ -160,9 +163,11 @@ def generate(
     return [found[i] for i in range(len(rows))]
 
 
-def _score_batch(model: "PreTrainedModel", rows: Sequence[Encoded]) -> list[TokenScore]:
+def _score_batch(
+    model: "PreTrainedModel", rows: Sequence[Encoded], logits: Logits
+) -> list[TokenScore]:
     batch = make_batch(rows, model.device)
-    picked, wanted, counts = target_logits(model, batch), batch.wanted, batch.counts
+    picked, wanted, counts = logits(model, batch), batch.wanted, batch.counts
     predicted = picked.argmax(dim=-1)  # the first of equals, as generation takes it
     best = picked.gather(1, predicted[:, None])
     logliks = picked.gather(1, wanted[:, None])[:, 0] - picked.logsumexp(dim=-1)

@@ -17,6 +17,7 @@ from cgmerge.errors import DataError, UsageError
 from cgmerge.evals.columns import Question, numbers_at, with_parts
 from cgmerge.evals.record import SkillInfo
 from cgmerge.modules.data import Encoded, Example, encode_all, read_data
+from cgmerge.modules.encoding import unknown_token
 from cgmerge.refs import expanded
 
 if TYPE_CHECKING:
@@ -51,12 +52,14 @@ class Rows:
         expected: Text of each target, end token included.
         bare: Questions without a prompt, whose first target token is given instead of asked.
         others: Tokens of the other choices, in the order of `other_choices`.
+        unknown: The token for what the tokenizer does not know, if it has one.
     """
 
     encoded: tuple[Encoded, ...]
     expected: tuple[str, ...]
     bare: int
     others: tuple[Encoded, ...] = ()
+    unknown: int | None = None
 
 
 def read_skills(specs: Sequence[str], *, limit: int | None = None) -> list[SkillSet]:
@@ -227,7 +230,7 @@ def encode_questions(
     asked_for = [_with_prompt(row, one) for row, one in zip(encoded, asked, strict=True)]
     texts = tokenizer.batch_decode([row.target_ids for row in asked_for], skip_special_tokens=False)
     bare = sum(not row.prompt_ids for row in encoded)
-    return Rows(tuple(asked_for), tuple(texts), bare)
+    return Rows(tuple(asked_for), tuple(texts), bare, unknown=unknown_token(tokenizer))
 
 
 def describe(skill: SkillSet, asked: Sequence[Question], rows: Rows) -> SkillInfo:
@@ -258,6 +261,7 @@ def describe(skill: SkillSet, asked: Sequence[Question], rows: Rows) -> SkillInf
         contradicting=contradicting,
         same_id=len(ids) - len(set(ids.values())),
         cut=sum(row.cut > 0 for row in own),
+        unknown=sum(rows.unknown in row.target_ids for row in own),
     )
 
 
@@ -267,6 +271,7 @@ def warnings_about(infos: Sequence[SkillInfo], rows: Rows) -> list[str]:
         "repeated": "items repeat an earlier one",
         "contradicting": "items ask an earlier prompt but expect another answer",
         "same_id": "rows repeat the id of an earlier one",
+        "unknown": "answers hold what the base's tokenizer does not know, and can never be right",
         "cut": "prompts were cut on the left to fit the model",
     }
     found = [

@@ -38,6 +38,8 @@ class Target:
         deltas: What is attached to the base, module path to low-rank delta; may read lazily.
         model: Files of a model of its own, loaded in place of the base.
         composition: Experts with a router, attached to the base.
+        members: Of an ensemble, adapters with their weights, asked together.
+        note: What it is made of, where its name does not say.
         warnings: What the user should know about it.
     """
 
@@ -47,6 +49,8 @@ class Target:
     deltas: Mapping[str, Factors] | None = field(default=None, repr=False)
     model: Base | None = None
     composition: Composition | None = field(default=None, repr=False)
+    members: "tuple[tuple[Target, float], ...]" = field(default=(), repr=False)
+    note: str = ""
     warnings: tuple[str, ...] = ()
 
     @classmethod

@@ -11,6 +11,19 @@ _WRAPPER = "model."
 """In front of module names where the body of a model was loaded with its head around it."""
 
 
+_BODIES = {
+    "model",
+    "transformer",
+    "gpt_neox",
+    "backbone",
+    "bert",
+    "distilbert",
+    "electra",
+    "roberta",
+}
+"""How implementations call the body of a model; no model has two of them."""
+
+
 def check_same_base(experts: Sequence[Expert], recipe: Recipe) -> None:
     """Refuse experts whose fingerprints name different bases, unless the recipe allows it."""
     known = {e.base_fingerprint: e for e in experts if e.base_fingerprint is not None}
@@ -31,10 +44,12 @@ def check_alike(experts: Sequence[Expert]) -> None:
     """Refuse experts that cannot be of one model, as far as they themselves tell.
 
     Raises:
-        Incompatible: One module in two shapes, one body under two names, or heads of two kinds.
+        Incompatible: One module in two shapes, one body under two names, bodies of two kinds of
+            model, or heads of two kinds.
     """
     _check_same_shapes(experts)
     _check_same_names(experts)
+    _check_same_bodies(experts)
     tasks = {expert.config.task_type: expert for expert in experts if expert.config.task_type}
     if len(tasks) > 1:
         said = ", ".join(f"{expert.name} {task}" for task, expert in sorted(tasks.items()))
@@ -43,6 +58,24 @@ def check_alike(experts: Sequence[Expert]) -> None:
             code="task_type",
             hint="if they are not, write the right task_type into their adapter_config.json",
             found=sorted(tasks),
+        )
+
+
+def _check_same_bodies(experts: Sequence[Expert]) -> None:
+    """Refuse experts of two implementations: their modules cannot stand in one model."""
+    seen: dict[str, tuple[Expert, str]] = {}
+    for expert in experts:
+        roots = {path.partition(".")[0]: path for path in expert.pairs}
+        for root in sorted(_BODIES & set(roots)):
+            seen.setdefault(root, (expert, roots[root]))
+    if len(seen) > 1:
+        (one, its), (other, path) = list(seen.values())[:2]
+        raise Incompatible(
+            f"{one.name} and {other.name} are for models of two kinds: {its} and {path}",
+            code="modules",
+            hint="compose experts of one base",
+            expected=its,
+            found=path,
         )
 
 

@@ -223,7 +223,9 @@ def _read_json(content: bytes, source: str) -> Iterator[tuple[int, _Row]]:
     rows = strictjson.loads(content, source=source, max_bytes=MAX_BYTES)
     if not isinstance(rows, list):
         raise DataError(
-            f"{source} must hold an array of objects, found {type(rows).__name__}", code="json"
+            f"{source} must hold an array of objects, found {strictjson.kind_of(rows)}",
+            code="json",
+            hint=_ROWS,
         )
     for number, row in enumerate(rows, start=1):
         yield number, _object(row, f"{source}, row {number}")
@@ -332,7 +334,13 @@ _READERS = {
 
 def _object(value: Any, where: str) -> _Row:
     if not isinstance(value, dict):
-        raise DataError(f"{where}: expected an object, found {type(value).__name__}", code="json")
+        raise DataError(
+            f"{where}: expected an object, found {strictjson.kind_of(value)}",
+            code="json",
+            hint="a whole array of objects is a .json file, not .jsonl"
+            if isinstance(value, list)
+            else _ROWS,
+        )
     return value
 
 

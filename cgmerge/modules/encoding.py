@@ -46,6 +46,17 @@ def encode(
     return encode_all([example], tokenizer, max_length=max_length)[0]
 
 
+def unknown_token(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """Return the token that stands for what a tokenizer does not know.
+
+    None where it has none, also in the manner of GPT-2, which knows every byte and names its end
+    token for it.
+    """
+    own = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
+    unknown: int | None = tokenizer.unk_token_id
+    return None if unknown in own else unknown
+
+
 def encode_all(
     examples: Sequence[Example],
     tokenizer: "PreTrainedTokenizerBase",

@@ -20,7 +20,7 @@ from cgmerge.modules.card import ExpertCard, read_card
 from cgmerge.modules.pairs import CONFIG, PREFIX, Pair, Tensors, pair_up
 from cgmerge.modules.vocabulary import check_tokenizer
 from cgmerge.refs import label, local_place
-from cgmerge.shown import some_of
+from cgmerge.shown import counted, some_of
 from cgmerge.tensorfile import TensorFile, read_small
 
 if TYPE_CHECKING:
@@ -173,7 +173,8 @@ class ExpertDeltas(Mapping[str, "LowRank"]):
             large = bool(torch.isfinite(self.expert.file.read(name)).all())
             what = "too large for float32" if large else "NaN or infinite"
             raise Damaged(
-                f"{self.expert.file.path}: tensor {name!r} holds {bad} values that are {what}",
+                f"{self.expert.file.path}: tensor {name!r} holds"
+                f" {counted(bad, 'value')} that {'is' if bad == 1 else 'are'} {what}",
                 code="not_finite",
                 hint="the expert is broken (often a diverged training); train it again",
                 path=self.expert.file.path,

@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from cgmerge.errors import EnvironmentProblem, Incompatible, MissingExtra, UsageError
 from cgmerge.modules.base import Base
+from cgmerge.shown import some_of
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_TOKENIZER = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", ".tiktoken")
+"""Parts of the names of files that tokenizers come in."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -122,10 +126,11 @@ def load_base(
         MissingExtra: 4-bit asked for without bitsandbytes.
         EnvironmentProblem: No such device.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     if not with_encoder:
         refuse_encoder(base)
+    tokenizer = load_tokenizer(base)
     place = pick_device(device)
     options: dict[str, Any] = {
         "local_files_only": True,
@@ -140,9 +145,6 @@ def load_base(
         try:
             kind: Any = AutoModelForSeq2SeqLM if base.has_encoder else AutoModelForCausalLM
             model = kind.from_pretrained(base.folder, **options)
-            tokenizer = AutoTokenizer.from_pretrained(
-                base.folder, local_files_only=True, trust_remote_code=False
-            )
         except (ValueError, KeyError, OSError) as error:
             raise Incompatible(
                 f"transformers cannot load {base.folder}: {str(error).splitlines()[0]}",
@@ -155,6 +157,41 @@ def load_base(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return LoadedBase(base, model.eval(), tokenizer)
+
+
+def load_tokenizer(base: Base) -> "PreTrainedTokenizerBase":
+    """Load the base's tokenizer: offline, no remote code.
+
+    Raises:
+        Incompatible: There is none, or transformers cannot read it.
+    """
+    from transformers import AutoTokenizer
+
+    # Without files some classes make a tokenizer that knows nothing, others an odd error.
+    names = {path.name for path in base.folder.iterdir()}
+    if not any(word in name for name in names for word in _TOKENIZER):
+        raise Incompatible(
+            f"{base.folder} holds no tokenizer: none of {some_of(sorted(names))} is a file of one",
+            code="tokenizer",
+            hint="copy tokenizer.json, tokenizer_config.json and the like from where the model is"
+            " from",
+            path=base.folder,
+            found=sorted(names),
+        )
+    with quiet_transformers():
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                base.folder, local_files_only=True, trust_remote_code=False
+            )
+        except (ValueError, KeyError, OSError, TypeError) as error:
+            raise Incompatible(
+                f"transformers cannot load a tokenizer from {base.folder}: "
+                f"{' '.join(str(error).split())[:200]}",
+                code="tokenizer",
+                hint="its files may be damaged, or of another model: copy them again",
+                path=base.folder,
+            ) from error
+    return tokenizer
 
 
 def refuse_encoder(base: Base) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from cgmerge.errors import Damaged, Incompatible, LimitExceeded, Unsafe
 from cgmerge.modules.adapter_config import MAX_RANK, AdapterConfig
-from cgmerge.shown import some_of
+from cgmerge.shown import counted, some_of
 from cgmerge.tensorfile import TensorInfo
 
 if TYPE_CHECKING:
@@ -176,7 +176,8 @@ def _check_names(file: Tensors) -> None:
     if (full and lora) or (full and not any("lora_" in name for name in names)):
         shapes = [f"{name} {list(file.infos[name].shape)}" for name in full]
         raise Unsafe(
-            f"{file.path} holds {len(full)} tensors that are not LoRA factors: {some_of(shapes)}",
+            f"{file.path} holds {counted(len(full), 'tensor')} that"
+            f" {'is' if len(full) == 1 else 'are'} not LoRA factors: {some_of(shapes)}",
             code="full_weights",
             hint="an expert may change the base through low-rank deltas only; remove them",
             path=file.path,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
-from cgmerge.errors import Incompatible, UsageError
+from cgmerge.errors import Incompatible, NotFound, UsageError
 from cgmerge.modules import mergekit
 from cgmerge.modules.recipefile import is_recipe_name, located_base, located_ref, read_mapping
 from cgmerge.nearest import nearest
@@ -174,7 +174,7 @@ def read_recipe(path: Path) -> Recipe:
     rank = output.get("rank")
     return Recipe(
         experts=tuple(refs),
-        method=_take(raw, "method", str, path, default="ties"),
+        method=_take(raw, "method", str, path, default=default_method(len(refs))),
         params=_take(raw, "params", dict, path, default={}),
         base=base if recorded or base is None else located_base(base, path),
         base_fingerprint=fingerprint,
@@ -190,6 +190,17 @@ def read_recipe(path: Path) -> Recipe:
             _part(item, len(refs), path) for item in _take(raw, "parts", list, path, default=[])
         ),
     )
+
+
+def default_method(experts: int) -> str:
+    """Return the method where none is named.
+
+    TIES settles conflicts between experts; a single one has none and is taken as it is.
+
+    Args:
+        experts: How many there are.
+    """
+    return "ties" if experts > 1 else "task-arithmetic"
 
 
 def parse_rank(text: str) -> int | Literal["exact", "auto"]:
@@ -273,7 +284,9 @@ def _part(entry: Any, experts: int, path: Path) -> Part:
 
 def _expert(entry: Any, path: Path, *, recorded: bool) -> ExpertRef:
     if isinstance(entry, str):
-        return ExpertRef(*parse_weighted(entry if recorded else located_ref(entry, path)))
+        ref, weight = parse_weighted(entry if recorded else located_ref(entry, path))
+        _check_place(ref, parse_weighted(entry)[0], path)
+        return ExpertRef(ref, weight)
     if not isinstance(entry, dict) or not isinstance(entry.get("ref"), str):
         raise UsageError(
             f"{path}: an expert is a reference or a mapping with `ref`, found {_shown(entry)}",
@@ -287,7 +300,20 @@ def _expert(entry: Any, path: Path, *, recorded: bool) -> ExpertRef:
         )
     digest = _take(entry, "sha256", str, path)
     ref = entry["ref"] if recorded else located_ref(entry["ref"], path)
+    _check_place(ref, entry["ref"], path)
     return ExpertRef(ref, None if weight is None else float(weight), digest)
+
+
+def _check_place(ref: str, written: str, recipe: Path) -> None:
+    """Refuse a reference that would lead somewhere from here, but is relative to its recipe."""
+    if ref != written and not os.path.lexists(ref) and os.path.lexists(written):
+        there = os.path.relpath(written, recipe.parent)
+        raise NotFound(
+            f"no such expert: {ref}",
+            code="expert",
+            hint=f"references are relative to the folder of {recipe}: write {there}",
+            path=ref,
+        )
 
 
 def _is_finite(value: Any) -> bool:

@@ -48,6 +48,10 @@ class Batch:
     rows: tuple[Encoded, ...]
 
 
+Logits = Callable[["PreTrainedModel", Batch], Tensor]
+"""What speaks about the target tokens of a batch: logits or log-probabilities [targets, vocab]."""
+
+
 def make_batch(rows: Sequence[Encoded], device: torch.device) -> Batch:
     """Pad rows of at least one prompt and one target token each."""
     inputs = [[*row.prompt_ids, *row.target_ids[:-1]] for row in rows]

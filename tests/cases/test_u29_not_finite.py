@@ -25,7 +25,7 @@ def test_tensor_is_named_and_nothing_changes(run, experts, models, bad, form, me
         3,
         "damaged.not_finite",
         NAME,
-        "1 values that are NaN or infinite",
+        "1 value that is NaN or infinite",
         "train it again",
     )
     assert (error["tensor"], error["found"]) == (NAME, 1)

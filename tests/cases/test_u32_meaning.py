@@ -17,9 +17,11 @@ import support
 )
 @pytest.mark.fault("F22")
 def test_out_of_range_is_refused(run, experts, value, words):
-    given = ["compose", experts / "E1", "-o", experts / "out", "--json"]
+    given = ["compose", experts / "E1", "-m", "ties", "-o", experts / "out", "--json"]
     cases.refused(run(*given, "--set", f"density={value}"), 2, "usage.parameter", *words)
-    (experts / "r.yml").write_text(f"experts: [{experts / 'E1'}]\nparams: {{density: '{value}'}}\n")
+    (experts / "r.yml").write_text(
+        f"experts: [{experts / 'E1'}]\nmethod: ties\nparams: {{density: '{value}'}}\n"
+    )
     words_again = ["compose", experts / "r.yml", "-o", experts / "out", "--json"]
     cases.refused(run(*words_again), 2, "usage.parameter", *words)
     assert not (experts / "out").exists()

@@ -122,7 +122,7 @@ LAUGHS = "experts: &a0 [x,x,x,x,x,x,x,x,x]\nparams: {" + ", ".join(
         ("experts: [{ref: E1, sha256: 5}]", "sha256 must be text"),
         ("experts: [E1]\nmethod: [ties]", "method must be text"),
         ("experts: [E1]\nparams: [a]", "params must be a mapping"),
-        ("experts: [E1]\nparams: {density: [1]}", "takes a number"),
+        ("experts: [E1]\nmethod: ties\nparams: {density: [1]}", "takes a number"),
         ("experts: [E1]\nbase: 5", "base must be text"),
         ("experts: [E1]\nbase: {ref: 5}", "ref must be text"),
         ("experts: [E1]\noutput: {rank: 0}", "at least 1, `exact` or `auto`, found '0'"),

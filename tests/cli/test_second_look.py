@@ -154,10 +154,10 @@ def test_a_number_too_large_for_float32_is_called_so(experts, run):
     save_file(tensors, path, metadata={"format": "pt"})
     code, _, err = run("compose", "one", "two", "-m", "linear", "-o", "out")
     assert code == 3
-    assert "holds 1 values that are too large for float32" in err
+    assert "holds 1 value that is too large for float32" in err
     tensors[first].view(-1)[0] = torch.nan
     save_file(tensors, path, metadata={"format": "pt"})
-    assert "1 values that are NaN or infinite" in run("compose", "one", "two", "-o", "out")[2]
+    assert "1 value that is NaN or infinite" in run("compose", "one", "two", "-o", "out")[2]
 
 
 def test_an_unfinished_training_is_pointed_at(experts, run):

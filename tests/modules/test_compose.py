@@ -261,7 +261,8 @@ def test_what_only_the_current_folder_has_is_not_taken(experts, monkeypatch):
     with pytest.raises(NotFound) as caught:
         make_plan(read_recipe(Path("deep/r.yml")))
     assert caught.value.message == "no such expert: deep/E1"
-    assert caught.value.hint is None  # and no guess at a repository `deep/E1` on the hub
+    # And no guess at a repository `deep/E1` on the hub.
+    assert caught.value.hint == "references are relative to the folder of deep/r.yml: write ../E1"
 
 
 @pytest.mark.parametrize("name", ["tiny", "smollm2-135m", "hf://user/repo", "hf://user/repo@main"])

@@ -12,6 +12,7 @@ from typing import Any
 from cgmerge import __version__
 from cgmerge.errors import UsageError
 from cgmerge.evals.pipeline.config import Files, Options, Pipeline
+from cgmerge.modules.recipe import default_method
 from cgmerge.shown import some_of
 from cgmerge.tensorfile import file_sha256
 
@@ -127,10 +128,10 @@ class _Maker:
         for place, entry in enumerate(self.pipeline.compose):
             given = entry.get("name")
             for options, chosen in _grid({k: v for k, v in entry.items() if k != "name"}):
-                parts = [str(given or options.get("method", "ties")), _label(chosen)]
-                title = "-".join(filter(None, parts))
-                out = self.pipeline.out / "composed" / title
                 some = self._chosen(experts, options, small)
+                method = options.get("method", default_method(len(some)))
+                title = "-".join(filter(None, [str(given or method), _label(chosen)]))
+                out = self.pipeline.out / "composed" / title
                 own, files = self._words("compose", options, f"compose[{place}]")
                 refs = [expert.path for expert in some.values()]
                 words = ("compose", *refs, "--base", self.pipeline.base, *own, "-o", str(out))

@@ -13,7 +13,14 @@ from cgmerge.modules import mergekit
 from cgmerge.modules.builtin import NAMES
 from cgmerge.modules.compose import Plan, make_plan
 from cgmerge.modules.library.store import HUB, is_url
-from cgmerge.modules.recipe import SCHEMA, ExpertRef, Recipe, is_recipe, read_recipe
+from cgmerge.modules.recipe import (
+    SCHEMA,
+    ExpertRef,
+    Recipe,
+    default_method,
+    is_recipe,
+    read_recipe,
+)
 from cgmerge.modules.recipefile import read_mapping
 from cgmerge.refs import expanded, is_in_library, parse_weighted
 
@@ -74,7 +81,8 @@ def pinned_ref(ref: str) -> str:
 def _read(words: list[str]) -> tuple[dict[str, Any], Recipe]:
     if not is_recipe(words):
         refs = tuple(ExpertRef(*parse_weighted(word)) for word in words)
-        return {"method": "ties"}, Recipe(experts=refs, method="ties")
+        method = default_method(len(refs))
+        return {"method": method}, Recipe(experts=refs, method=method)
     path = Path(words[0])
     raw = read_mapping(path)
     if mergekit.KEY in raw or raw.get("schema") == SCHEMA:

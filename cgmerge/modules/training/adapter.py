@@ -148,7 +148,7 @@ def check_factors(factors: Factors) -> None:
             bad = int((~torch.isfinite(tensor)).sum())
             if bad:
                 raise Damaged(
-                    f"training left {bad} values that are not finite in {path}",
+                    f"training left values in {path} that are not finite: {bad:,}",
                     code="not_finite",
                     hint="lower the learning rate",
                     tensor=path,

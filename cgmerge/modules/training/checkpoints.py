@@ -48,7 +48,7 @@ class WorkFolder:
     """
 
     def __init__(self, out: Path) -> None:
-        out = fs.absolute(out)
+        self.out = out = fs.absolute(out)
         self.path = out.parent / f".{fs.cut_name(out.name, 240)}.training"
         self._handle = -1
 
@@ -179,7 +179,7 @@ class WorkFolder:
         except BlockingIOError as error:
             self.close()
             raise UsageError(
-                f"another process is training into {self.path.parent} right now "
+                f"another process is training into {self.out} right now "
                 f"(it holds {self.path.name})",
                 code="busy",
                 hint="wait for it, or choose another --out",

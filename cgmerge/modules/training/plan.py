@@ -23,12 +23,13 @@ from cgmerge.modules.data import (
     render,
     rendering,
 )
-from cgmerge.modules.loading import pick_device, pick_dtype
+from cgmerge.modules.encoding import unknown_token
+from cgmerge.modules.loading import load_tokenizer, pick_device, pick_dtype
 from cgmerge.modules.training.defaults import Chosen, choose
 from cgmerge.modules.training.processes import process_count
 from cgmerge.modules.training.quantized import settle_bitsandbytes
 from cgmerge.modules.training.settings import TrainSettings
-from cgmerge.modules.training.skeleton import build_empty, find_targets, load_tokenizer
+from cgmerge.modules.training.skeleton import build_empty, find_targets
 
 if TYPE_CHECKING:
     import torch
@@ -207,6 +208,7 @@ def _check_learnable(file: DataFile, example: Example, row: Encoded) -> None:
             f"{file.path}, row {example.row}: the tokenizer makes no tokens of the completion "
             f"{example.completion[:40]!r}",
             code="no_target",
+            hint="the base's tokenizer knows none of it: change the row, or the base",
             row=example.row,
         )
 
@@ -246,6 +248,19 @@ def _length_limit(settings: TrainSettings, base: Base) -> int | None:
     return settings.max_length
 
 
+def _unknown(token: int, rows: Sequence[Encoded]) -> list[str]:
+    """Say how much of the data the tokenizer does not know: what it cannot write is not learned."""
+    count = sum((*row.prompt_ids, *row.target_ids).count(token) for row in rows)
+    if not count:
+        return []
+    total = sum(len(row.prompt_ids) + len(row.target_ids) for row in rows)
+    answers = sum(token in row.target_ids for row in rows)
+    said = f"{count:,} of {total:,} tokens of the data are unknown to the base's tokenizer"
+    if answers:
+        said += f"; {answers:,} of {len(rows):,} answers hold such, and can never be written"
+    return [said]
+
+
 def _warnings(
     files: Sequence[DataFile],
     eval_files: Sequence[DataFile],
@@ -261,11 +276,9 @@ def _warnings(
     cut = sum(1 for row in rows if row.cut)
     if cut:
         result.append(f"{cut} of {len(rows)} prompts were cut from the left to fit --max-length")
-    unknown = tokenizer.unk_token_id
+    unknown = unknown_token(tokenizer)
     if unknown is not None:
-        count = sum((*r.prompt_ids, *r.target_ids).count(unknown) for r in (*rows, *eval_rows))
-        if count:
-            result.append(f"{count} tokens of the data are unknown to the base's tokenizer")
+        result += _unknown(unknown, [*rows, *eval_rows])
     seen = {(e.prompt, e.completion) for file in files for e in file.examples}
     shared = sum((e.prompt, e.completion) in seen for f in eval_files for e in f.examples)
     if shared:

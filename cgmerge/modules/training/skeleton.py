@@ -10,30 +10,7 @@ from cgmerge.modules.training.settings import ALL_LINEAR
 from cgmerge.nearest import nearest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-def load_tokenizer(base: Base) -> "PreTrainedTokenizerBase":
-    """Load the base's tokenizer: offline, no remote code.
-
-    Raises:
-        Incompatible: transformers cannot read it.
-    """
-    from transformers import AutoTokenizer
-
-    with quiet_transformers():
-        try:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                base.folder, local_files_only=True, trust_remote_code=False
-            )
-        except (ValueError, KeyError, OSError, TypeError) as error:
-            raise Incompatible(
-                f"transformers cannot load a tokenizer from {base.folder}: "
-                f"{str(error).splitlines()[0]}",
-                code="tokenizer",
-                path=base.folder,
-            ) from error
-    return tokenizer
+    from transformers import PreTrainedModel
 
 
 def build_empty(base: Base) -> "PreTrainedModel":
