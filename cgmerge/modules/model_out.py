@@ -196,12 +196,7 @@ def write_model(
     """
     base = plan.base
     assert base is not None
-    if base.config.get("quantization_config"):
-        raise Incompatible(
-            f"{base.folder} is quantized; merging into quantized weights loses small deltas",
-            code="quantized_base",
-            hint="use the 16-bit base the quantized one was made from, or compose --as adapter",
-        )
+    refuse_quantized(base)
     writer = _Writer(plan, plan.merger(), progress)
     for source in sorted(writer.files):
         writer.write_file(source, stage)
@@ -213,6 +208,20 @@ def write_model(
     _copy_companions(base, stage)
     fs.write_json(stage / "config.json", _config(base, writer))
     return writer.modules, rounding
+
+
+def refuse_quantized(base: Base) -> None:
+    """Refuse a base whose weights no delta can be added to.
+
+    Raises:
+        Incompatible: It is quantized.
+    """
+    if base.config.get("quantization_config"):
+        raise Incompatible(
+            f"{base.folder} is quantized; merging into quantized weights loses small deltas",
+            code="quantized_base",
+            hint="use the 16-bit base the quantized one was made from, or compose --as adapter",
+        )
 
 
 def delta_keys(plan: Plan) -> dict[str, tuple[str, bool]]:
