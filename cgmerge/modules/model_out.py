@@ -63,6 +63,7 @@ class _Writer:
         import torch
 
         assert plan.base is not None
+        self.plan = plan
         self.base: Base = plan.base
         self.reader = WeightReader(plan.base)
         self.merger = merger
@@ -93,9 +94,7 @@ class _Writer:
         self.size += size - len(header)
 
     def _kept(self, weight: FileWeight) -> "torch.dtype":
-        """Return the type that a tensor of the result has."""
-        stored = torch_dtype(self.base.infos[weight.source].dtype)
-        return stored if self.dtype is None or not stored.is_floating_point else self.dtype
+        return kept_dtype(self.plan, self.base, weight)
 
     def _chunks(self, header: bytes, weights: list[FileWeight]) -> Iterator[bytes | memoryview]:
         yield header
@@ -208,6 +207,25 @@ def write_model(
     _copy_companions(base, stage)
     fs.write_json(stage / "config.json", _config(base, writer))
     return writer.modules, rounding
+
+
+def kept_dtype(plan: Plan, base: Base, weight: FileWeight) -> "torch.dtype":
+    """Return the type that a tensor of the result has: `auto` is the base's own."""
+    import torch
+
+    stored, name = torch_dtype(base.infos[weight.source].dtype), plan.recipe.dtype
+    if name == "auto" or not stored.is_floating_point:
+        return stored
+    chosen: torch.dtype = getattr(torch, name)
+    return chosen
+
+
+def merged_dtypes(plan: Plan) -> "set[torch.dtype]":
+    """Return the types of those tensors of a written model that have a delta."""
+    assert plan.base is not None
+    files = layout(plan, delta_keys(plan), WeightReader(plan.base))
+    weights = [one for part in files.values() for one in part.values() if one.key]
+    return {kept_dtype(plan, plan.base, one) for one in weights}
 
 
 def refuse_quantized(base: Base) -> None:

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 from cgmerge.errors import Incompatible
 from cgmerge.modules.base import stem_of
 from cgmerge.modules.fullmodel import HEAD
-from cgmerge.modules.model_out import FileWeight, delta_keys, layout, pieces_of, refuse_quantized
+from cgmerge.modules.model_out import (
+    FileWeight,
+    delta_keys,
+    kept_dtype,
+    layout,
+    pieces_of,
+    refuse_quantized,
+)
 from cgmerge.modules.weights import CHUNK_ENTRIES, WeightReader
 from cgmerge.shown import some_of
 from cgmerge.tensorfile import torch_dtype
@@ -73,12 +80,7 @@ class TrialModel:
         return torch_dtype(self.reader.model.infos[weight.source].dtype)
 
     def _kept(self, weight: FileWeight) -> "torch.dtype":
-        """Return the type that a weight would be written in."""
-        import torch
-
-        name, stored = self.plan.recipe.dtype, self._stored(weight)
-        found: torch.dtype = getattr(torch, name) if name != "auto" else stored
-        return found if stored.is_floating_point else stored
+        return kept_dtype(self.plan, self.reader.model, weight)
 
     def _write(
         self, place: "torch.Tensor", weight: FileWeight, merger: "AnyMerger", scale: float
