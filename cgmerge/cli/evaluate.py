@@ -289,6 +289,7 @@ def _evaluate_data(
     call: Call, data: list[str], validation: list[str], oracle: bool
 ) -> "Evaluation | None":
     """Score targets on data files; None after a dry run."""
+    from cgmerge.evals.chosen import tuned_warnings
     from cgmerge.evals.columns import check_metric
     from cgmerge.evals.suite import questions, read_skills
     from cgmerge.evals.targets import check_tasks
@@ -303,6 +304,8 @@ def _evaluate_data(
     call.say(found, known)
     check_tasks(found, [skill.name for skill in skills])
     if call.dry_run:
+        for warning in tuned_warnings(found, skills):
+            call.output.warn(warning)
         call.finish_dry_run(found, known)
         return None
     return _measure(call, found, skills, picks)

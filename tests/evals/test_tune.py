@@ -219,7 +219,11 @@ def eval_of(run, place, target):
     words = ("eval", target, "--base", "tiny", "--data", place / VAL[0], "--no-base", "--json")
     code, text, err = run(*words)
     assert code == 0, err
-    (found,) = json.loads(text)["results"]
+    content = json.loads(text)
+    assert content["warnings"] == [
+        f"{target.name} was tuned on this very file, {VAL[0]}: its score is no test score"
+    ] * (target.name == "o")
+    (found,) = content["results"]
     return found["score"], found["loglik"]
 
 
@@ -248,6 +252,16 @@ def test_what_is_scored_is_what_is_written(run, place, tmp_path, more, gap):
         same = ("-m", "ties", "--set", density, "--scale", 4, "-o", tmp_path / "cut")
         assert run(*words(place, *same))[0] == 0
         assert abs(eval_of(run, place, tmp_path / "cut")[1] - loglik) > gap
+
+
+def test_the_same_data_twice_is_refused_with_both_names(run, place, tmp_path):
+    (tmp_path / "copy.jsonl").write_bytes((place / VAL[0]).read_bytes())
+    files = place / VAL[0], tmp_path / "copy.jsonl"
+    code, _, err = run(*words(place), "--tune", *files, "-o", tmp_path / "o")
+    assert code == 2
+    for file in files:
+        assert str(file) in err
+    assert not (tmp_path / "o").exists()
 
 
 def test_a_budget_below_one_is_refused():
