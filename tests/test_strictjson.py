@@ -3,7 +3,7 @@
 import contextlib
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cgmerge import strictjson
@@ -62,6 +62,7 @@ json_values = st.recursive(
 )  # fmt: skip
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # a busy machine draws slowly
 @given(json_values)
 def test_what_is_written_is_read(value):
     assert strictjson.loads(strictjson.dumps(value), source="x") == value

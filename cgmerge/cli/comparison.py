@@ -58,7 +58,7 @@ def _facts(
     whole = cosines(sum((m.gram for m in modules.values()), start=_zeros(count)))
     pairs = {
         "cosine": whole.tolist(),
-        "sign_conflict": _mean(modules, "conflicts"),
+        "sign_conflict": _conflict(modules),
         "output_overlap": _mean(modules, "left_overlap"),
         "input_overlap": _mean(modules, "right_overlap"),
     }
@@ -118,9 +118,21 @@ def _mean(modules: "dict[str, ModuleComparison]", key: str) -> list[list[float |
         both = touched[:, None] * touched
         total += getattr(module, key) * both
         seen += both
+    return _shares(total, seen)
+
+
+def _conflict(modules: "dict[str, ModuleComparison]") -> list[list[float | None]]:
+    """Return the share of entries with opposite signs among all that both change (None: none)."""
+    seen = [module.counted for module in modules.values()]
+    count = len(seen[0])
+    opposite = [module.conflicts * module.counted for module in modules.values()]
+    return _shares(sum(opposite, start=_zeros(count)), sum(seen, start=_zeros(count)))
+
+
+def _shares(parts: "Tensor", wholes: "Tensor") -> list[list[float | None]]:
     return [
-        [value / times if times else None for value, times in zip(*row, strict=True)]
-        for row in zip(total.tolist(), seen.tolist(), strict=True)
+        [part / whole if whole else None for part, whole in zip(*row, strict=True)]
+        for row in zip(parts.tolist(), wholes.tolist(), strict=True)
     ]
 
 

@@ -297,6 +297,7 @@ def _evaluate_data(
 ) -> "Evaluation | None":
     """Score targets on data files; None after a dry run."""
     from cgmerge.cli.picks import Picks, measure
+    from cgmerge.evals.chosen import tuned_warnings
     from cgmerge.evals.columns import check_metric
     from cgmerge.evals.suite import questions, read_skills
     from cgmerge.evals.targets import check_tasks
@@ -311,6 +312,8 @@ def _evaluate_data(
     call.say(found, known)
     check_tasks(found, [skill.name for skill in skills])
     if call.dry_run:
+        for warning in tuned_warnings(found, skills):
+            call.output.warn(warning)
         call.finish_dry_run(found, known)
         return None
     return measure(call, found, skills, picks)

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 from cgmerge._version import __version__
 from cgmerge.errors import Damaged, Incompatible, UsageError
 from cgmerge.evals import scoring
+from cgmerge.evals.chosen import tuned_warnings
 from cgmerge.evals.columns import Question, check_metric, other_choices
 from cgmerge.evals.ensemble import logits_of
 from cgmerge.evals.items import Answers, make_items, warnings_of
@@ -157,7 +158,11 @@ def evaluate_targets(
         results=numbers.results,
         means=numbers.means,
         comparisons=numbers.comparisons,
-        warnings=(*warnings_about(infos, run.rows), *run.warnings),
+        warnings=(
+            *warnings_about(infos, run.rows),
+            *tuned_warnings(models, skills),
+            *run.warnings,
+        ),
         versions=package_versions(),
     )
     return Evaluation(record, items)

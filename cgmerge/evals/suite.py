@@ -70,7 +70,7 @@ def read_skills(specs: Sequence[str], *, limit: int | None = None) -> list[Skill
         limit: Use only the first so many examples of each skill.
 
     Raises:
-        UsageError: No file, two skills of one name, or a limit below 1.
+        UsageError: No file, the same data twice, two skills of one name, or a limit below 1.
         NotFound: No such file.
         DataError: A file that cannot be used, or rows without a skill among rows with one.
     """
@@ -79,17 +79,40 @@ def read_skills(specs: Sequence[str], *, limit: int | None = None) -> list[Skill
     if limit is not None and limit < 1:
         raise UsageError(f"a limit of {limit} leaves no items", code="limit")
     skills: list[SkillSet] = []
+    digests: list[str] = []
     for spec in specs:
         name, ref = split_name(spec)
         path = expanded(ref)
         content = read_data(path)
+        digests.append(content.sha256)
         parts = {name: content.examples} if name else _split(content.examples, path)
         skills += [
             SkillSet(part, examples[:limit], path.name, content.sha256)
             for part, examples in parts.items()
         ]
+    _refuse_copies(specs, digests)
     check_names([skill.name for skill in skills], what="skill", form="NAME=FILE")
     return skills
+
+
+def _refuse_copies(specs: Sequence[str], digests: Sequence[str]) -> None:
+    """Refuse the same data twice, where it is not said of both which skill they are of.
+
+    Nobody would see that the rows weigh twice, as two skills or as twice the rows of one.
+    """
+    known: dict[str, list[str]] = {}
+    for spec, digest in zip(specs, digests, strict=True):
+        name = split_name(spec)[0]
+        for earlier in known.setdefault(digest, []):
+            if name is None or split_name(earlier)[0] in (None, name):
+                raise UsageError(
+                    f"{earlier} and {spec} are the same data, byte for byte",
+                    code="data",
+                    hint="give each file once, or NAME=FILE for each if the rows are to count as"
+                    " several skills",
+                    found=spec,
+                )
+        known[digest].append(spec)
 
 
 def read_examples(specs: Sequence[str]) -> tuple[list[SkillSet], list[str]]:
@@ -102,11 +125,13 @@ def read_examples(specs: Sequence[str]) -> tuple[list[SkillSet], list[str]]:
         The sets in the order of the files, and the SHA-256 of every file.
 
     Raises:
-        UsageError: Two files that only their own names put together, or one that is there twice.
+        UsageError: Two files that only their own names put together, or the same data twice.
         NotFound, DataError: As for `read_skills`.
     """
     files = [read_skills([spec]) for spec in specs]
     skills = [skill for file in files for skill in file]
+    digests = [file[0].sha256 for file in files]
+    _refuse_copies(specs, digests)
     silent = Counter(
         file[0].name
         for spec, file in zip(specs, files, strict=True)
@@ -121,15 +146,7 @@ def read_examples(specs: Sequence[str]) -> tuple[list[SkillSet], list[str]]:
                 " different names",
                 found=name,
             )
-    twice = [key for key, count in Counter((s.name, s.sha256) for s in skills).items() if count > 1]
-    if twice:
-        raise UsageError(
-            f"the same examples of {twice[0][0]!r} are given twice",
-            code="examples",
-            hint="name each file once",
-            found=twice[0][0],
-        )
-    return skills, [file[0].sha256 for file in files]
+    return skills, digests
 
 
 def split_name(spec: str) -> tuple[str | None, str]:

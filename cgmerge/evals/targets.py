@@ -3,10 +3,13 @@
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cgmerge.errors import NotFound, UsageError
+from cgmerge import strictjson
+from cgmerge.errors import CgmergeError, NotFound, UsageError
+from cgmerge.evals.chosen import data_of
 from cgmerge.evals.record import Kind
 from cgmerge.evals.suite import check_name, check_names, split_name
 from cgmerge.modules.attach import Factors, attached
@@ -15,10 +18,11 @@ from cgmerge.modules.builtin import builtin_base
 from cgmerge.modules.composition import Composition
 from cgmerge.modules.expert import COMPRESSED, is_adapter, open_expert
 from cgmerge.modules.loading import LoadedBase, load_base
+from cgmerge.modules.recipe import RECORD
 from cgmerge.modules.routing.files import is_routed, open_composition
 from cgmerge.refs import label, local_place
 from cgmerge.shown import some_of
-from cgmerge.tensorfile import file_sha256
+from cgmerge.tensorfile import file_sha256, read_small
 
 if TYPE_CHECKING:
     from cgmerge.modules.routing.attach import Routing
@@ -41,6 +45,7 @@ class Target:
         members: Of an ensemble, adapters with their weights, asked together.
         note: What it is made of, where its name does not say.
         warnings: What the user should know about it.
+        tuned_on: SHA-256 of the data files that it was tuned on or learned from.
     """
 
     name: str
@@ -52,6 +57,7 @@ class Target:
     members: "tuple[tuple[Target, float], ...]" = field(default=(), repr=False)
     note: str = ""
     warnings: tuple[str, ...] = ()
+    tuned_on: frozenset[str] = frozenset()
 
     @classmethod
     def of_deltas(cls, name: str, deltas: Mapping[str, Factors], digest: str) -> "Target":
@@ -154,13 +160,14 @@ def _open(spec: str, base: Base, *, force_base: bool) -> Target:
     name = name or (ref if built_in else label(ref, folder))
     check_name(name, "give it a name of its own: NAME=PATH")
     if is_adapter(folder):
-        return _open_adapter(name, ref, base, force_base=force_base)
+        return _with_record(_open_adapter(name, ref, base, force_base=force_base), folder)
     if is_routed(folder):
         routed = open_composition(folder, base, force_base=force_base)
-        return Target(name, "routed", routed.digest, composition=routed, warnings=routed.warnings)
+        opened = Target(name, "routed", routed.digest, composition=routed, warnings=routed.warnings)
+        return _with_record(opened, folder)
     if (folder / "config.json").exists():
         model = open_base(ref)
-        return Target(name, "model", _weights_digest(model), model=model)
+        return _with_record(Target(name, "model", _weights_digest(model), model=model), folder)
     inside = sorted(entry.name for entry in folder.iterdir())
     raise NotFound(
         f"{ref} holds neither an adapter (adapter_config.json), nor a composition"
@@ -170,6 +177,20 @@ def _open(spec: str, base: Base, *, force_base: bool) -> Target:
         path=folder,
         found=inside[:8],
     )
+
+
+def _with_record(target: Target, folder: Path) -> Target:
+    """Add what the record of a composition says that it was tuned on."""
+    path = folder / RECORD
+    if not path.is_file():
+        return target
+    try:
+        content = read_small(path, follow_links=True)
+        data = data_of(strictjson.loads_object(content, source=str(path)))
+    except CgmergeError as error:
+        text = f"{target.name}: what it was tuned on is not known: {error.message}"
+        return replace(target, warnings=(*target.warnings, text))
+    return replace(target, tuned_on=frozenset(digest for _, digest in data if digest))
 
 
 def _open_adapter(name: str, ref: str, base: Base, *, force_base: bool) -> Target:

@@ -1,11 +1,13 @@
 """Choose the parameters of a merge on validation data: scale first, then what the method declares.
 
 λ (scale) matters more than the rule, and costs no new merge: the merged delta is kept and only
-multiplied (full models: merged again in a stream, thresholds kept, into the base in memory). The
-search is the one people do by hand, spelled out: the scale on its grid, then each other declared
-parameter on its grid at the best scale, then finer scales between the best and its neighbours,
-until the budget is used up. The score is the mean exact match over the skills; among equal scores
-the mean log-likelihood decides, which is smooth where exact match is not.
+multiplied. What is scored is what would be written: for a full model every trial is merged in a
+stream, thresholds kept, into the base in memory, without a rank; factors of another float type than
+float32 are merged anew and rounded. The search is the one people do by hand, spelled out: the scale
+on its grid, then each other declared parameter on its grid at the best scale, then finer scales
+between the best and its neighbours, until the budget is used up. The score is the mean exact match
+over the skills; among equal scores the mean log-likelihood decides, which is smooth where exact
+match is not.
 """
 
 import dataclasses
@@ -231,8 +233,8 @@ class Search:
 
     @contextmanager
     def ready(self, params: dict[str, Any]) -> "Iterator[dict[str, LowRank]]":
-        """Merge; yield what is to be attached, nothing where full models are in the base itself."""
-        if not self.plan.has_full:
+        """Merge; yield what is to be attached, nothing where a model is in the base itself."""
+        if self.plan.recipe.form == "adapter":
             yield self.merge(params)
             return
         from cgmerge.merge import Merger
@@ -247,15 +249,27 @@ class Search:
             yield {}
 
     def merge(self, params: dict[str, Any]) -> "dict[str, LowRank]":
-        """Merge at scale 1, or take the last merge when only the scale differs; then scale."""
-        from cgmerge.merge import LowRank, Merger, plan_rank
+        """Merge at scale 1, or take the last merge when only the scale differs; then scale.
 
-        unit = params | {"scale": 1.0}
+        Rounded factors are no multiples of each other, so that they are merged at every scale.
+        """
+        import torch
+
+        from cgmerge.merge import LowRank, Merger
+        from cgmerge.modules.compose_adapter import adapter_dtype
+
+        kept = adapter_dtype(self.plan.recipe.dtype)
+        rounds = kept is not torch.float32
+        unit = params if rounds else params | {"scale": 1.0}
         if self._merged is None or self._merged[0] != unit:
             rule = replace(self.plan.rule, params=self.plan.rule.spec.make_params(unit))
-            rank = self.plan.rank or plan_rank(rule, self.plan.deltas, "auto")
             merger = Merger(rule, self.plan.deltas, ids=self.plan.ids, stats=self.plan.stats)
-            self._merged = unit, {p: merger.factors(p, rank).delta for p in merger.names}
+            self._merged = unit, {p: merger.factors(p, self.plan.rank).delta for p in merger.names}
+        if rounds:
+            return {
+                path: LowRank(delta.a.to(kept).float(), delta.b.to(kept).float())
+                for path, delta in self._merged[1].items()
+            }
         return {
             path: LowRank(delta.a, delta.b * params["scale"])
             for path, delta in self._merged[1].items()

@@ -28,6 +28,7 @@ class ModuleComparison:
         gram: ⟨ΔW_i, ΔW_j⟩, [experts, experts].
         conflicts: Share of entries in which two experts have opposite signs, of those in which
             both are not zero, [experts, experts]; 0.5 is what unrelated experts have.
+        counted: How many entries these are, [experts, experts].
         left_overlap: ‖U_iᵀU_j‖² / min(rank_i, rank_j) of the output spaces, [experts, experts].
         right_overlap: The same of the input spaces.
         spectrum: Singular values of the weighted sum, falling.
@@ -37,6 +38,7 @@ class ModuleComparison:
     effective_ranks: list[float]
     gram: Float[Tensor, "experts experts"]
     conflicts: Float[Tensor, "experts experts"]
+    counted: Float[Tensor, "experts experts"]
     left_overlap: Float[Tensor, "experts experts"]
     right_overlap: Float[Tensor, "experts experts"]
     spectrum: Float[Tensor, " values"]
@@ -82,11 +84,13 @@ def _compare(blocks: Blocks, name: str, weights: Tensor) -> ModuleComparison:
     gram = flat @ flat.T
     u, s, v = torch.linalg.svd(cores, full_matrices=False)
     ranks = [_rank_of(values) for values in s]
+    conflicts, counted = _conflicts(blocks, name)
     return ModuleComparison(
         norms=[float(value) for value in gram.diagonal().clamp_min(0.0).sqrt()],
         effective_ranks=[_effective_rank(values) for values in s],
         gram=gram,
-        conflicts=_conflicts(blocks, name),
+        conflicts=conflicts,
+        counted=counted,
         left_overlap=_overlaps([x[:, :r] for x, r in zip(u, ranks, strict=True)]),
         right_overlap=_overlaps([x[:r].T for x, r in zip(v, ranks, strict=True)]),
         spectrum=torch.linalg.svdvals((cores * weights[:, None, None]).sum(dim=0)),
@@ -115,8 +119,12 @@ def _overlaps(bases: list[Tensor]) -> Tensor:
     return result
 
 
-def _conflicts(blocks: Blocks, name: str) -> Tensor:
-    """Count opposite signs through products of sign matrices, block by block."""
+def _conflicts(blocks: Blocks, name: str) -> tuple[Tensor, Tensor]:
+    """Count opposite signs through products of sign matrices, block by block.
+
+    Returns:
+        The share of entries with opposite signs, and of how many.
+    """
     count = len(blocks.experts)
     balance = torch.zeros(count, count, dtype=torch.float64)
     both = torch.zeros(count, count, dtype=torch.float64)
@@ -125,4 +133,4 @@ def _conflicts(blocks: Blocks, name: str) -> Tensor:
         balance += (signs @ signs.T).double()  # agreeing minus opposite
         signs.abs_()
         both += (signs @ signs.T).double()
-    return torch.where(both > 0, (both - balance) / (2 * both.clamp_min(1.0)), 0.0)
+    return torch.where(both > 0, (both - balance) / (2 * both.clamp_min(1.0)), 0.0), both

@@ -23,7 +23,12 @@ from cgmerge.modules.compose_checks import check_alike, check_same_base
 from cgmerge.modules.compose_out import check_out
 from cgmerge.modules.compose_record import base_record, experts_record, write_records
 from cgmerge.modules.compose_stats import open_stats
-from cgmerge.modules.compose_warnings import plan_warnings, result_warnings, truncation_error
+from cgmerge.modules.compose_warnings import (
+    plan_warnings,
+    result_warnings,
+    truncation_error,
+    written_types,
+)
 from cgmerge.modules.expert import COMPRESSED, Expert, compressed_file, is_adapter, open_expert
 from cgmerge.modules.recipe import ExpertRef, Recipe
 from cgmerge.quoting import quoted
@@ -425,7 +430,7 @@ def refuse_rounding(plan: Plan, lost: float) -> None:
     """
     if lost > 0.5 and not plan.recipe.allow_rounding:
         raise Incompatible(
-            f"rounding to the float type of the result loses {lost:.0%} of the delta",
+            f"rounding to {written_types(plan)} loses {lost:.0%} of the delta",
             code="rounding",
             hint="use --dtype float32, or --allow-rounding to accept it",
             found=lost,

@@ -40,7 +40,7 @@ def write_merged_adapter(
     from cgmerge.merge import LowRank, pad_rank
 
     merger = plan.merger()
-    dtype = _adapter_dtype(plan.recipe.dtype)
+    dtype = adapter_dtype(plan.recipe.dtype)
     factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     modules: dict[str, ModuleReport] = {}
     lost = 0.0
@@ -143,7 +143,8 @@ def _gaps(plan: Plan) -> dict[str, tuple[int, int]]:
     }
 
 
-def _adapter_dtype(name: str) -> "torch.dtype":
+def adapter_dtype(name: str) -> "torch.dtype":
+    """Return the float type that a merged adapter is written in: `auto` is float32."""
     import torch
 
     chosen: torch.dtype = getattr(torch, "float32" if name == "auto" else name)

@@ -81,6 +81,19 @@ def _other_bases(plan: "Plan") -> list[str]:
     return [f"the experts name their bases differently ({said})"]
 
 
+def written_types(plan: "Plan") -> str:
+    """Name the float types that merged weights are written in, also where `auto` chose them."""
+    from cgmerge.modules.model_out import merged_dtypes
+
+    if plan.recipe.form == "model":
+        found = merged_dtypes(plan)
+    else:
+        from cgmerge.modules.compose_adapter import adapter_dtype
+
+        found = {adapter_dtype(plan.recipe.dtype)}
+    return " and ".join(sorted(str(one).removeprefix("torch.") for one in found))
+
+
 def result_warnings(
     plan: "Plan", modules: "Mapping[str, ModuleReport]", rounding: float
 ) -> list[str]:
@@ -108,7 +121,7 @@ def result_warnings(
         )
     if rounding > 0.01:
         warnings.append(
-            f"rounding to {plan.recipe.dtype} loses {rounding:.1%} of the delta;"
+            f"rounding to {written_types(plan)} loses {rounding:.1%} of the delta;"
             " --dtype float32 keeps it"
         )
     return warnings

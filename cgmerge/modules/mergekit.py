@@ -84,7 +84,6 @@ class _File:
         base: Reference of the base.
         base_values: Parameters of the base where it is listed as a model; empty where only
             `base_model` names it; None where neither does.
-        base_listed: Whether it is listed as a model.
         shared: Parameters at the top level.
         notes: Collected on the way.
         tensor: For which tensor it is read.
@@ -97,7 +96,6 @@ class _File:
     models: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
     base: str | None = None
     base_values: Mapping[str, Any] | None = None
-    base_listed: bool = False
     shared: Mapping[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     tensor: Tensor = _ANYWHERE
@@ -284,7 +282,7 @@ def _read_models(file: _File, raw: Mapping[str, Any]) -> None:
                 "deltas must be relative to one base",
             )
         if under is None and ref == file.base:
-            file.base_values, file.base_listed = own, True
+            file.base_values = own
         else:
             file.models.append((ref, own))
 
@@ -445,11 +443,16 @@ def _weight(file: _File, ref: str, own: Mapping[str, Any]) -> float:
 
 def _averaged(file: _File, weights: list[float]) -> list[float]:
     """Weights of whole models as weights of deltas: both agree when they sum to 1."""
-    # mergekit counts the base as a model where the file names it, and stops if it has no weight.
-    # Here, where models may be adapters, `base_model` alone says what the deltas are relative to.
+    # mergekit counts the base as a model where the file names it, listed or not.
     own = None if file.base_values is None else file.number("weight", file.base_values, "the base")
-    if own is None and file.base_listed:
-        file.refuse("`weight` of the base", "is missing", "give it one, or do not list it")
+    if own is None and file.base_values is not None:
+        where = f" for {file.tensor.name}" if file.tensor.name else ""
+        file.refuse(
+            "`weight` of the base",
+            f"is missing{where}: mergekit averages `base_model` as one of the models",
+            f"list it with one: {{model: {_shown(file.base)}, parameters: {{weight: 0}}}} leaves it"
+            " out of the average; or write the models as BASE+ADAPTER, without `base_model`",
+        )
     total = sum(weights) + (own or 0.0)
     if file.flag("normalize"):
         return _divided(file, weights, total)

@@ -63,6 +63,7 @@ class _Writer:
         import torch
 
         assert plan.base is not None
+        self.plan = plan
         self.base: Base = plan.base
         self.reader = WeightReader(plan.base)
         self.merger = merger
@@ -93,9 +94,7 @@ class _Writer:
         self.size += size - len(header)
 
     def _kept(self, weight: FileWeight) -> "torch.dtype":
-        """Return the type that a tensor of the result has."""
-        stored = torch_dtype(self.base.infos[weight.source].dtype)
-        return stored if self.dtype is None or not stored.is_floating_point else self.dtype
+        return kept_dtype(self.plan, self.base, weight)
 
     def _chunks(self, header: bytes, weights: list[FileWeight]) -> Iterator[bytes | memoryview]:
         yield header
@@ -196,12 +195,7 @@ def write_model(
     """
     base = plan.base
     assert base is not None
-    if base.config.get("quantization_config"):
-        raise Incompatible(
-            f"{base.folder} is quantized; merging into quantized weights loses small deltas",
-            code="quantized_base",
-            hint="use the 16-bit base the quantized one was made from, or compose --as adapter",
-        )
+    refuse_quantized(base)
     writer = _Writer(plan, plan.merger(), progress)
     for source in sorted(writer.files):
         writer.write_file(source, stage)
@@ -213,6 +207,39 @@ def write_model(
     _copy_companions(base, stage)
     fs.write_json(stage / "config.json", _config(base, writer))
     return writer.modules, rounding
+
+
+def kept_dtype(plan: Plan, base: Base, weight: FileWeight) -> "torch.dtype":
+    """Return the type that a tensor of the result has: `auto` is the base's own."""
+    import torch
+
+    stored, name = torch_dtype(base.infos[weight.source].dtype), plan.recipe.dtype
+    if name == "auto" or not stored.is_floating_point:
+        return stored
+    chosen: torch.dtype = getattr(torch, name)
+    return chosen
+
+
+def merged_dtypes(plan: Plan) -> "set[torch.dtype]":
+    """Return the types of those tensors of a written model that have a delta."""
+    assert plan.base is not None
+    files = layout(plan, delta_keys(plan), WeightReader(plan.base))
+    weights = [one for part in files.values() for one in part.values() if one.key]
+    return {kept_dtype(plan, plan.base, one) for one in weights}
+
+
+def refuse_quantized(base: Base) -> None:
+    """Refuse a base whose weights no delta can be added to.
+
+    Raises:
+        Incompatible: It is quantized.
+    """
+    if base.config.get("quantization_config"):
+        raise Incompatible(
+            f"{base.folder} is quantized; merging into quantized weights loses small deltas",
+            code="quantized_base",
+            hint="use the 16-bit base the quantized one was made from, or compose --as adapter",
+        )
 
 
 def delta_keys(plan: Plan) -> dict[str, tuple[str, bool]]:

@@ -1,4 +1,4 @@
-"""A merge with full models tried out in the loaded base, without writing it.
+"""A full model that a merge would give, tried out in the loaded base without writing it.
 
 The weights of the model in memory are overwritten in rows with what `compose --as model` would
 write, scored, and read back from the base's files: nothing but the model itself is held.
@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 from cgmerge.errors import Incompatible
 from cgmerge.modules.base import stem_of
 from cgmerge.modules.fullmodel import HEAD
-from cgmerge.modules.model_out import FileWeight, delta_keys, layout, pieces_of
+from cgmerge.modules.model_out import (
+    FileWeight,
+    delta_keys,
+    kept_dtype,
+    layout,
+    pieces_of,
+    refuse_quantized,
+)
 from cgmerge.modules.weights import CHUNK_ENTRIES, WeightReader
 from cgmerge.shown import some_of
 from cgmerge.tensorfile import torch_dtype
@@ -28,15 +35,16 @@ class TrialModel:
     """The loaded base as a place for merged weights.
 
     Args:
-        plan: With a base and full models among its experts.
+        plan: With a base and `form == "model"`.
         loaded: That base in memory.
 
     Raises:
-        Incompatible: A weight that the loaded model does not have.
+        Incompatible: A weight that the loaded model does not have, or a quantized base.
     """
 
     def __init__(self, plan: "Plan", loaded: "LoadedBase") -> None:
         assert plan.base is not None
+        refuse_quantized(plan.base)
         self.plan = plan
         self.loaded = loaded
         self.reader = WeightReader(plan.base)
@@ -44,7 +52,10 @@ class TrialModel:
         self.splits_head = HEAD in keys
         files = layout(plan, keys, self.reader)
         self.weights = {
-            name: weight for part in files.values() for name, weight in part.items() if weight.key
+            name: weight
+            for part in files.values()
+            for name, weight in part.items()
+            if weight.key or self._kept(weight) != self._stored(weight)
         }
 
     @contextmanager
@@ -58,22 +69,30 @@ class TrialModel:
         with self._own_head():
             places = self._places()
             try:
-                for name, weight in self.weights.items():
-                    self._add(places[name], weight, merger, scale)
+                for name, place in places.items():
+                    self._write(place, self.weights[name], merger, scale)
                 yield
             finally:
-                for name, weight in self.weights.items():
-                    self._restore(places[name], weight)
+                for name, place in places.items():
+                    self._restore(place, self.weights[name])
 
-    def _add(
+    def _stored(self, weight: FileWeight) -> "torch.dtype":
+        return torch_dtype(self.reader.model.infos[weight.source].dtype)
+
+    def _kept(self, weight: FileWeight) -> "torch.dtype":
+        return kept_dtype(self.plan, self.reader.model, weight)
+
+    def _write(
         self, place: "torch.Tensor", weight: FileWeight, merger: "AnyMerger", scale: float
     ) -> None:
         """Add in float32 and round as the written model would be."""
         import torch
 
-        name = self.plan.recipe.dtype
-        stored = torch_dtype(self.reader.model.infos[weight.source].dtype)
-        kept = stored if name == "auto" else getattr(torch, name)
+        kept = self._kept(weight)
+        if not weight.key:
+            self._restore(place, weight)
+            place.copy_(place.to(kept))
+            return
         flat, first = place.view(-1), 0
         for delta in pieces_of(merger, weight):
             last = first + delta.numel()
@@ -88,12 +107,15 @@ class TrialModel:
             flat[first:last] = self.reader.entries(weight.source, first, last).to(flat)
 
     def _places(self) -> "dict[str, torch.Tensor]":
-        """Return the model's own tensor of every weight that changes."""
+        """Return the model's own tensor of every weight that changes.
+
+        A weight that is only rounded may be one that the model does without.
+        """
         found = {
             stem_of(name): parameter.detach()
             for name, parameter in self.loaded.model.named_parameters(remove_duplicate=False)
         }
-        missing = [name for name in self.weights if stem_of(name) not in found]
+        missing = [n for n, one in self.weights.items() if one.key and stem_of(n) not in found]
         if missing:
             raise Incompatible(
                 f"the loaded base has no weight {some_of(missing)}",
@@ -101,7 +123,7 @@ class TrialModel:
                 hint="give --scale instead of --tune",
                 found=missing[:5],
             )
-        return {name: found[stem_of(name)] for name in self.weights}
+        return {name: found[stem_of(name)] for name in self.weights if stem_of(name) in found}
 
     @contextmanager
     def _own_head(self) -> Iterator[None]:

@@ -147,7 +147,7 @@ def test_a_recipe_may_want_one_adapter(run, place, tmp_path, monkeypatch):
 
 def test_retrieval_needs_examples_that_name_the_experts(compose, monkeypatch):
     monkeypatch.setattr(routedauto, "TRIED", ("retrieval",))
-    for examples in (("e1.jsonl",), ("e1.jsonl", "e2.jsonl", "new=first.jsonl")):
+    for examples in (("e1.jsonl",), ("e1=e1.jsonl", "e2.jsonl", "new=first.jsonl")):
         code, out, err = compose("auto", "o", "--overwrite", examples=examples)
         assert code == 0, err
         assert "left out retrieval: the examples do not name the experts" in err

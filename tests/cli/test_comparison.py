@@ -78,6 +78,26 @@ def test_experts_without_a_module_in_common_have_no_conflict_to_report(run, thre
     assert row[2:] == ["0.000", "-", "-", "-"]
 
 
+def test_the_conflict_is_the_share_of_all_entries_not_the_mean_over_modules(run, tmp_path):
+    """q_proj: 64 entries alike; up_proj: 8 of its 96 in both, all opposite: 8 of 72."""
+    first, second = SHAPES
+    row = torch.zeros(12, 1)
+    row[3] = 1.0
+    square = (torch.ones(1, 8), torch.ones(8, 1))
+    one = write(tmp_path / "one", {first: square, second: (torch.ones(1, 8), row)}, 1)
+    two = write(tmp_path / "two", {first: square, second: (-torch.ones(1, 8), row)}, 1)
+    found = inspect(run, one, two)
+    assert found["pairs"]["sign_conflict"][0][1] == pytest.approx(8 / 72)
+    assert found["pairs"]["output_overlap"][0][1] == pytest.approx(1.0)
+    conflicts = {name: one["sign_conflict"] for name, one in found["modules"].items()}
+    assert conflicts == {first: 0.0, second: 1.0}
+    # The same module, no entry in common: nothing is counted.
+    other = torch.zeros(12, 1)
+    other[4] = 1.0
+    apart = write(tmp_path / "apart", {second: (torch.ones(1, 8), other)}, 1)
+    assert inspect(run, one, apart)["pairs"]["sign_conflict"][0][1] is None
+
+
 def test_weights_decide_what_a_rank_loses(run, three):
     assert inspect(run, three[0], three[2])["exact_rank"] == 5
     cancelled = inspect(run, f"{three[0]}=2", three[1], three[2])

@@ -205,6 +205,17 @@ def test_eval_treats_a_composition_like_any_target(shelf, run):
     assert all(r["agree"] == r["n"] for r in found["results"])
 
 
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_a_score_on_the_examples_of_a_router_is_no_test_score(shelf, run, dry):
+    done(compose(run, "-m", "retrieval", "--base", "tiny", *EXAMPLES, "-o", "c"))
+    (shelf / "other.jsonl").write_text((shelf / "sort.jsonl").read_text() + "\n")
+    words = ("eval", "c", "--base", "tiny", "--data", "x=count.jsonl", "other.jsonl", *dry)
+    code, _, err = run(*words)
+    assert code == 0
+    assert err.count("was tuned on") == 1
+    assert "c was tuned on this very file, count.jsonl: its score is no test score" in err
+
+
 def test_a_task_that_the_table_lacks_is_named(shelf, run):
     done(compose(run, "-m", "task", "-o", "c"))
     words = ("eval", "c", "--base", "tiny", "--data", "swap=sort.jsonl", "--json")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from cgmerge.errors import UsageError
-from cgmerge.evals.suite import read_examples
+from cgmerge.evals.suite import read_examples, read_skills
 from cgmerge.tensorfile import file_sha256
 
 
@@ -61,6 +61,11 @@ def test_file_names_alone_join_nothing():
 def test_rows_do_not_count_twice(shelf):
     (shelf / "copy.jsonl").write_bytes((shelf / "sort.jsonl").read_bytes())
     for again in ("sort=sort.jsonl", "sort=copy.jsonl"):
-        with pytest.raises(UsageError, match="examples of 'sort' are given twice"):
+        with pytest.raises(UsageError, match=f"sort=sort.jsonl and {again} are the same data"):
             read_examples(["sort=sort.jsonl", again])
+    for read in (read_examples, read_skills):
+        for first in ("sort.jsonl", "other=sort.jsonl"):
+            with pytest.raises(UsageError, match=f"{first} and copy.jsonl are the same data"):
+                read([first, "copy.jsonl"])
+        assert read(["sort=sort.jsonl", "other=copy.jsonl"])  # said of both
     assert len(read_examples(["sort=sort.jsonl", "other=copy.jsonl"])[0]) == 2

@@ -214,6 +214,56 @@ def test_scales_share_one_merge(place, monkeypatch):
     assert len(made) == 2
 
 
+def eval_of(run, place, target):
+    """Score and log-likelihood of a written result on the first validation file."""
+    words = ("eval", target, "--base", "tiny", "--data", place / VAL[0], "--no-base", "--json")
+    code, text, err = run(*words)
+    assert code == 0, err
+    content = json.loads(text)
+    assert content["warnings"] == [
+        f"{target.name} was tuned on this very file, {VAL[0]}: its score is no test score"
+    ] * (target.name == "o")
+    (found,) = content["results"]
+    return found["score"], found["loglik"]
+
+
+@pytest.mark.parametrize(
+    ("more", "gap"),
+    [
+        (("--as", "model"), 0.1),
+        (("--as", "model", "--dtype", "bfloat16"), 0.1),
+        (("--rank", "2"), None),
+        (("--rank", "2", "--dtype", "bfloat16"), None),
+    ],
+)
+def test_what_is_scored_is_what_is_written(run, place, tmp_path, more, gap):
+    """Entry-wise rules give full rank, and a model keeps all of it."""
+    settings = ("-m", "ties", "--scale", 4, "--budget", 2, "--json")
+    code, text, err = run(
+        *words(place, *settings, *more), "--tune", place / VAL[0], "-o", tmp_path / "o"
+    )
+    assert code == 0, err
+    tuning = json.loads(text)["tuning"]
+    chosen = max(tuning["trials"], key=lambda trial: (trial["score"], trial["loglik"]))
+    score, loglik = eval_of(run, place, tmp_path / "o")
+    assert (chosen["score"], chosen["loglik"]) == (score, pytest.approx(loglik, abs=1e-5))
+    if gap is not None:  # the same merge as an adapter is another one: the case tells them apart
+        density = f"density={tuning['chosen']['density']}"
+        same = ("-m", "ties", "--set", density, "--scale", 4, "-o", tmp_path / "cut")
+        assert run(*words(place, *same))[0] == 0
+        assert abs(eval_of(run, place, tmp_path / "cut")[1] - loglik) > gap
+
+
+def test_the_same_data_twice_is_refused_with_both_names(run, place, tmp_path):
+    (tmp_path / "copy.jsonl").write_bytes((place / VAL[0]).read_bytes())
+    files = place / VAL[0], tmp_path / "copy.jsonl"
+    code, _, err = run(*words(place), "--tune", *files, "-o", tmp_path / "o")
+    assert code == 2
+    for file in files:
+        assert str(file) in err
+    assert not (tmp_path / "o").exists()
+
+
 def test_a_budget_below_one_is_refused():
     with pytest.raises(UsageError, match="at least 1 trial"):
         tune.tune(_Plan("ties", {}), None, [], budget=0)

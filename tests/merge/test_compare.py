@@ -36,6 +36,7 @@ def test_hand_checked_pair():
     # Two entries count, one of them is opposite.
     assert found.conflicts[0, 1] == 0.5
     assert found.conflicts[0, 0] == 0.0
+    assert found.counted.tolist() == [[2.0, 2.0], [2.0, 2.0]]
     assert found.spectrum.tolist() == pytest.approx([6.0, 0.0], abs=1e-6)
     assert found.exact_rank == 1
     shares = torch.tensor([16 / 25, 9 / 25])

@@ -480,11 +480,12 @@ def test_rounding_away_the_delta_is_reported_then_refused(experts, tmp_path):
     weak = {"params": {"scale": 0.02}}
     result = composed(experts / "a", experts / "E1", base=experts / "Bf", form="model", **weak)
     assert 0.01 < result.rounding_error < 0.5
-    assert any("rounding" in warning for warning in result.warnings)
+    assert any("rounding to bfloat16 loses" in warning for warning in result.warnings)
     lost = {"params": {"scale": 1e-5}}
     with pytest.raises(Incompatible) as caught:
         composed(experts / "b", experts / "E1", base=experts / "Bf", form="model", **lost)
     assert caught.value.code == "incompatible.rounding"
+    assert "rounding to bfloat16 loses" in caught.value.message
     assert not (experts / "b").exists()
     kept = composed(
         experts / "c", experts / "E1", base=experts / "Bf", form="model", dtype="float32", **lost

@@ -222,6 +222,20 @@ def test_the_base_of_the_adapters_is_the_base():
     assert reading.experts == (("x", 0.125), ("y", 0.375))
 
 
+def test_the_base_of_an_average_has_a_weight_as_in_mergekit():
+    text = file(merge_method="linear", models=models({"weight": 1}, {"weight": 3}))
+    with pytest.raises(UsageError, match="is missing: mergekit averages `base_model`"):
+        read(text)
+    listed = text.replace("[{", "[{model: base, parameters: {weight: 0}}, {")
+    assert [weight for _, weight in read(listed).experts] == [0.25, 0.75]
+    shared = read(text + "\nparameters: {weight: 4}")  # for every model that has none of its own
+    assert [weight for _, weight in shared.experts] == [0.125, 0.375]
+    alone = mergekit.Tensor("model.layers.0.mlp.up_proj.weight")
+    part = text + "\nparameters: {weight: [{filter: attn, value: 1}]}"
+    with pytest.raises(UsageError, match=r"missing for model\.layers\.0\.mlp\.up_proj"):
+        mergekit.read(strictyaml.loads_mapping(part.encode(), source="r.yml"), "r.yml", alone)
+
+
 @pytest.mark.parametrize(
     ("lines", "dtype", "noted"),
     [("", "auto", False), ("dtype: float32", "float32", False),
@@ -324,12 +338,21 @@ REFUSALS = [
         "the weights sum to 0", None,
     ),
     (
-        file(merge_method="linear", parameters="{normalize: false}", models=models(W, W)),
+        file(merge_method="linear", parameters="{normalize: false}", models=models(W, W),
+             base_model=None),
         "`normalize: false`: the weights sum to 2", "task_arithmetic",
     ),
     (
         file(merge_method="linear", models="[{model: base}, {model: a, parameters: {weight: 1}}]"),
-        "`weight` of the base: is missing", "do not list it",
+        "`weight` of the base: is missing", "weight: 0",
+    ),
+    (
+        file(merge_method="linear", models=models(W, W)),
+        "`weight` of the base: is missing", "weight: 0",
+    ),
+    (
+        file(merge_method="linear", models="[{model: a, parameters: {weight: 1}}, {model: b}]"),
+        "`weight` of b: is missing", "every model",
     ),
     (file(merge_method="nuslerp", models=models(W)), "needs 2 models", None),
     (file(merge_method="model_stock", models="[{model: a}]"), "needs at least 2 models", None),

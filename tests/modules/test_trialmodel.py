@@ -8,6 +8,7 @@ import support
 import torch
 from transformers import AutoModelForCausalLM
 
+from cgmerge.errors import Incompatible
 from cgmerge.evals.tasks import chains
 from cgmerge.modules.base import open_base
 from cgmerge.modules.compose import make_plan, run_plan
@@ -67,9 +68,10 @@ def test_rounding_is_that_of_the_result(models, tmp_path):
     written = support.load_tensors(tmp_path / "out")
     with TrialModel(plan, loaded).merged(plan.merger(), 1.0):
         found = state(loaded.model)
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert written[name].dtype == torch.bfloat16
-    assert torch.equal(found[name], written[name].float())
+    assert len(written) == len(found)
+    for name, value in written.items():  # those without a delta too
+        assert value.dtype == torch.bfloat16
+        assert torch.equal(found[name], value.float()), name
 
 
 def test_a_head_that_moves_apart_is_tied_again_afterwards(models, tmp_path):
@@ -151,3 +153,19 @@ def test_statistics_of_full_models_are_refused_with_the_way_out(run, models, tmp
     assert code == 2
     assert "is a full model" in err
     assert "cgmerge extract" in err
+
+
+def test_a_quantized_base_is_refused_before_anything_is_tried(models, tmp_path):
+    base = tmp_path / "Q"
+    base.mkdir()
+    for path in (models / "B").iterdir():
+        (base / path.name).write_bytes(path.read_bytes())
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes"}
+    (base / "config.json").write_text(json.dumps(config))
+    shapes = {"model.layers.0.self_attn.q_proj": open_base(str(base)).modules}
+    path = next(iter(shapes))
+    shape = shapes[path].get(path) or shapes[path][path.removeprefix("model.")]
+    expert = support.make_expert(tmp_path / "e", {path: (shape.out_features, shape.in_features)})
+    with pytest.raises(Incompatible, match="is quantized"):
+        TrialModel(plan_of(base, expert, method="linear"), load(models / "B"))

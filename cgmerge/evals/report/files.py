@@ -9,6 +9,7 @@ from typing import Any
 
 from cgmerge import strictjson
 from cgmerge.errors import Incompatible, NotFound
+from cgmerge.evals.chosen import data_of, tuned_warning
 from cgmerge.evals.record import TargetInfo
 from cgmerge.evals.report.sections import Column, Section
 from cgmerge.nearest import nearest
@@ -131,7 +132,7 @@ def _look_at(place: Path) -> Files:
     if not record.is_file():
         return Files(_size(place))
     content = strictjson.loads_object(read_small(record), source=str(record))
-    return Files(_size(place), _made_by(content), _tuned(content.get("tuning")))
+    return Files(_size(place), _made_by(content), _tuned(content))
 
 
 def _size(folder: Path) -> int:
@@ -151,19 +152,14 @@ def _made_by(content: Mapping[str, Any]) -> str:
     return ", ".join([str(content.get("method", "")), *plain])
 
 
-def _tuned(content: object) -> Tuned | None:
+def _tuned(content: Mapping[str, Any]) -> Tuned | None:
     """Read what tuning left; other searches leave other keys, of which only the data is taken."""
-    if not isinstance(content, dict):
-        return None
-    files = content.get("data")
-    data = tuple(
-        (str(one.get("file", "")), str(one.get("sha256", "")))
-        for one in (files if isinstance(files, list) else [])[:_MOST_FILES]
-        if isinstance(one, dict)
-    )
-    chosen = content.get("chosen")
+    data, tuning = data_of(content)[:_MOST_FILES], content.get("tuning")
+    if not isinstance(tuning, dict):
+        return Tuned(data) if data else None
+    chosen = tuning.get("chosen")
     scale = chosen.get("scale") if isinstance(chosen, dict) else None
-    return Tuned(data, _curves(content.get("trials")), scale if _is_number(scale) else None)
+    return Tuned(data, _curves(tuning.get("trials")), scale if _is_number(scale) else None)
 
 
 def _curves(trials: object) -> tuple[Curve, ...]:
@@ -196,8 +192,7 @@ def tuned_on_reported(section: Section, known: Mapping[str, Files]) -> list[str]
         if skill.sha256
     }
     return [
-        f"{column.name} was tuned on {scored[digest]}, which it is scored on here: its score is"
-        " too good"
+        tuned_warning(column.name, scored[digest])
         for column in section.columns
         if (files := files_of(column, known)) is not None and files.tuned is not None
         for _, digest in files.tuned.data

@@ -69,7 +69,7 @@ class Report:
     def warnings(self, section: Section) -> list[str]:
         """Return what is doubtful about the numbers of a section."""
         recorded = [word for source in section.sources for word in source.record.warnings]
-        found = [*tuned_on_reported(section, self.files), *dict.fromkeys(recorded)]
+        found = list(dict.fromkeys([*tuned_on_reported(section, self.files), *recorded]))
         shown = [readable(one, _LONGEST_WARNING) for one in found[:_MOST_WARNINGS]]
         more = len(found) - len(shown)
         return [*shown, f"and {more} more warnings"] if more else shown

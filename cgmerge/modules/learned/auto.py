@@ -34,7 +34,7 @@ from cgmerge.modules.learned.routed import Routable, routed_candidate
 from cgmerge.modules.recipe import Recipe
 
 if TYPE_CHECKING:
-    from cgmerge.merge import LowRank
+    from cgmerge.merge import Merger
     from cgmerge.modules.loading import LoadedBase
 
 SCALES = (0.4, 0.6, 0.8, 1.0, 1.3)
@@ -71,7 +71,7 @@ def choose(
     parts = _parts(support, settings)
     lacking = {one.method.name: why for one in routed if (why := one.lacks(support, parts))}
     with opened(plan, loaded, support, "loss") as (problem, active):
-        everything = candidates(plan, problem, active, len(parts))
+        everything = candidates(plan, problem, loaded, active, len(parts))
         everything += [
             routed_candidate(one, plan, problem, loaded, len(parts))
             for one in routed
@@ -142,7 +142,9 @@ def affordable(
     return kept, left
 
 
-def candidates(plan: Plan, problem: Problem, active: Sequence[int], folds: int) -> list[Candidate]:
+def candidates(
+    plan: Plan, problem: Problem, loaded: "LoadedBase", active: Sequence[int], folds: int
+) -> list[Candidate]:
     """List what is tried, the simplest first; the base only to compare with.
 
     Anything that can be fitted to weighted examples and says what it reaches on all of them can
@@ -152,7 +154,7 @@ def candidates(plan: Plan, problem: Problem, active: Sequence[int], folds: int) 
     singles = [_single(plan, problem, place, number) for number, place in enumerate(active)]
     sums = {s: _sum(plan, problem, even * s, s) for s in SCALES}
     average = Fitted(problem.outcome(even / len(active)), "", _rule(plan, "linear", {}))
-    ties = _Ties(plan, problem)
+    ties = _Ties(plan, problem, loaded)
     return [
         Candidate("base", lambda _: Fitted(problem.outcome(even * 0))),
         *singles,
@@ -186,35 +188,48 @@ def _best(fitted: Sequence[Fitted], weights: Weights) -> Fitted:
 
 
 class _Ties:
-    """TIES at several scales: merged once, measured when first asked for."""
+    """TIES at several scales, as they would be written; measured when first asked for."""
 
-    def __init__(self, plan: Plan, problem: Problem) -> None:
-        self.plan, self.problem = plan, problem
+    def __init__(self, plan: Plan, problem: Problem, loaded: "LoadedBase") -> None:
+        self.plan, self.problem, self.loaded = plan, problem, loaded
         self.known: list[Fitted] = []
 
     def all(self) -> list[Fitted]:
         """Return one result for each scale."""
         if not self.known:
-            merged = self._merge()
+            from cgmerge.merge import Merger, make_rule
+
+            plan = self.plan
+            merger = Merger(make_rule("ties", len(plan.experts)), plan.deltas, ids=plan.ids)
             self.problem.mixture.set(torch.zeros(self.problem.shape))
-            self.known = [self._measured(merged, scale) for scale in SCALES]
+            whole = plan.recipe.form == "model"
+            self.known = self._as_models(merger) if whole else self._as_adapters(merger)
         return self.known
 
-    def _merge(self) -> "dict[str, LowRank]":
-        from cgmerge.merge import Merger, make_rule, plan_rank
+    def _as_models(self, merger: "Merger") -> list[Fitted]:
+        """Measure without a rank: a full model has none."""
+        from cgmerge.modules.trialmodel import TrialModel
 
-        plan = self.plan
-        rule = make_rule("ties", len(plan.experts))
-        rank = plan.rank or plan_rank(rule, plan.deltas, "auto")
-        merger = Merger(rule, plan.deltas, ids=plan.ids)
-        return {name: merger.factors(name, rank).delta for name in merger.names}
+        trial, found = TrialModel(self.plan, self.loaded), []
+        for scale in SCALES:
+            with trial.merged(merger, scale):
+                found.append(self._measured(scale))
+        return found
 
-    def _measured(self, merged: "Mapping[str, LowRank]", scale: float) -> Fitted:
+    def _as_adapters(self, merger: "Merger") -> list[Fitted]:
+        """Merge once, at the adapter's rank."""
         from cgmerge.merge import LowRank
 
-        scaled = {name: LowRank(delta.a, delta.b * scale) for name, delta in merged.items()}
-        with attached(self.problem.model, scaled):
-            outcome: Outcome = self.problem.measure()
+        merged = {name: merger.factors(name, self.plan.rank).delta for name in merger.names}
+        found = []
+        for scale in SCALES:
+            scaled = {name: LowRank(delta.a, delta.b * scale) for name, delta in merged.items()}
+            with attached(self.problem.model, scaled):
+                found.append(self._measured(scale))
+        return found
+
+    def _measured(self, scale: float) -> Fitted:
+        outcome: Outcome = self.problem.measure()
         return Fitted(outcome, f"scale {scale:g}", _rule(self.plan, "ties", {"scale": scale}))
 
 

@@ -6,12 +6,14 @@ import torch
 
 from cgmerge.errors import DataError
 from cgmerge.modules.attach import attached
+from cgmerge.modules.base import open_base
 from cgmerge.modules.compose import make_plan, run_plan
 from cgmerge.modules.expert import open_expert
 from cgmerge.modules.learned.auto import SCALES, affordable, candidates, choose, fits
 from cgmerge.modules.learned.crossval import Candidate
 from cgmerge.modules.learned.learn import opened
 from cgmerge.modules.learned.presets import make_auto
+from cgmerge.modules.loading import load_base
 
 NAMES = ("e1", "e2", "e3")
 CHEAP = {"folds": 2, "passes": 30}  # neither lorahub nor atlas
@@ -32,7 +34,7 @@ def test_every_candidate_is_measured_as_it_would_be_composed(place, loaded, tmp_
     examples = ls.support_of(place, loaded, "first", limit=4)
     weights = examples.weights()
     with opened(plan, loaded, examples, "loss") as (problem, active):
-        everything = candidates(plan, problem, active, 2)
+        everything = candidates(plan, problem, loaded, active, 2)
         fitted = {one.name: one.fit(weights) for one in everything if one.name != "atlas"}
         assert next(iter(fitted)) == "base"
         assert set(fitted) == {"base", *NAMES, "linear", "task-arithmetic", "ties", "lorahub"}
@@ -50,11 +52,33 @@ def test_every_candidate_is_measured_as_it_would_be_composed(place, loaded, tmp_
     assert fitted["task-arithmetic"].note.startswith("scale ")
 
 
+def test_ties_is_measured_without_a_rank_where_a_model_is_written(place, loaded, tmp_path):
+    examples = ls.support_of(place, loaded, "first", limit=4)
+    losses = {}
+    for form in ("model", "adapter"):
+        plan = ls.plan_of(place, *NAMES, form=form)
+        before = {k: v.clone() for k, v in loaded.model.state_dict().items()}
+        with opened(plan, loaded, examples, "loss") as (problem, active):
+            rule = next(c for c in candidates(plan, problem, loaded, active, 2) if c.name == "ties")
+            fitted = rule.fit(examples.weights())
+        after = loaded.model.state_dict()
+        assert all(torch.equal(after[key], value) for key, value in before.items())
+        losses[form] = fitted.outcome.loss
+        if form == "model":
+            run_plan(make_plan(fitted.recipe), tmp_path / "out")
+            written = load_base(open_base(str(tmp_path / "out")), device="cpu", dtype="float32")
+            nothing = ls.plan_of(place, "e1")
+            with opened(nothing, written, examples, "loss") as (problem, _):
+                found = problem.outcome(torch.zeros(problem.shape, dtype=torch.float64)).loss
+            assert torch.allclose(found, fitted.outcome.loss, atol=1e-5)
+    assert (losses["model"] - losses["adapter"]).abs().max() > 1e-3  # the rank cuts visibly here
+
+
 def test_the_scale_is_chosen_on_the_examples_that_count(place, loaded):
     plan = ls.plan_of(place, *NAMES)
     examples = ls.support_of(place, loaded, "first", limit=4)
     with opened(plan, loaded, examples, "loss") as (problem, active):
-        rule = next(c for c in candidates(plan, problem, active, 2) if c.name == "ties")
+        rule = next(c for c in candidates(plan, problem, loaded, active, 2) if c.name == "ties")
         for kept in ([0], [1, 2], [3]):
             weights = examples.weights(kept)
             chosen = rule.fit(weights)
