@@ -79,16 +79,33 @@ def report(
     return facts
 
 
-def warn_of_unused(plan: "Plan | FullPlan", size: int, output: Output) -> None:
-    """Say where a mode could not use the bytes that were asked for."""
-    if plan.target is None or size >= 0.9 * plan.target:
+def warn_of_unused(
+    plan: "Plan | FullPlan", size: int, next_bytes: int | None, output: Output
+) -> None:
+    """Say where a mode could not use the bytes that were asked for, and what comes next.
+
+    Args:
+        plan: What was asked for.
+        size: Bytes of the file.
+        next_bytes: Of the next larger file; None where this one is the largest.
+        output: Where it is said.
+    """
+    from cgmerge.modules.compress.pack import USED
+
+    if plan.target is None or size >= USED * plan.target:
         return
-    other = "svdq uses more" if plan.mode == "ternary" else "a folder may be what you want"
+    asked = f"{plan.target:,.0f}"
+    if next_bytes is not None:
+        output.warn(
+            f"{size:,} of {asked} bytes are used: the next size up in mode {plan.mode} is"
+            f" {next_bytes:,} bytes"
+        )
+        return
+    other = "--lossless keeps every bit" if plan.mode == "svdq" else "--mode svdq uses more"
     if not hasattr(plan.expert, "pairs"):
-        other = "every entry is kept as a sign"
+        other = "no density gives more"
     output.warn(
-        f"mode {plan.mode} cannot use more than {size:,} bytes here, of"
-        f" {plan.target:,.0f} asked for; {other}"
+        f"mode {plan.mode} cannot use more than {size:,} bytes here, of {asked} asked for; {other}"
     )
 
 

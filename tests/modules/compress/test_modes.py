@@ -296,7 +296,7 @@ def test_settings_out_of_range(expert, changes, word):
         encode("ternary", expert, Options(**changes))
     with pytest.raises(UsageError, match="smallest that mode compeft gives"):
         encode("compeft", expert, Options(target=3.0))
-    with pytest.raises(Incompatible, match="nothing is left"):
+    with pytest.raises(UsageError, match="smallest that mode ternary gives"):
         encode("ternary", expert, Options(target=3.0))
     with pytest.raises(UsageError, match="unknown mode"):
         encode("zip", expert, Options())
