@@ -37,13 +37,13 @@ def compress(
     ] = None,
     mode: Annotated[
         str | None,
-        typer.Option("--mode", "-m", help="ternary, svdq or compeft  [default: ternary]"),
+        typer.Option("--mode", "-m", help="ternary, svdq or compeft  \\[default: ternary]"),
     ] = None,
     lossless: Annotated[
         bool, typer.Option("--lossless", help="Keep every bit: one verified file, not a small one")
     ] = False,
     density: Annotated[
-        float | None, typer.Option("--density", help="Share of entries kept  [default: 0.2]")
+        float | None, typer.Option("--density", help="Share of entries kept  \\[default: 0.2]")
     ] = None,
     target_size: Annotated[
         str | None, typer.Option("--target-size", help="Size of the file: 2MB, 300kB, 65536 …")
@@ -75,7 +75,7 @@ def compress(
         float | None, typer.Option("--multiplier", help="Modes ternary, svdq: strength of ΔW")
     ] = None,
     alpha: Annotated[
-        float | None, typer.Option("--alpha", help="Mode compeft: factor on σ  [default: 1]")
+        float | None, typer.Option("--alpha", help="Mode compeft: factor on σ  \\[default: 1]")
     ] = None,
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,
@@ -183,7 +183,7 @@ def _run(
     size = pack.write_packed(out, encoded, fields, overwrite=overwrite)
     facts = report(plan, out, size, fields, output, kept)
     emptied = encoded.fidelity.emptied
-    warn_of_unused(plan, size, output)
+    warn_of_unused(plan, size, encoded.next_bytes, output)
     warn_of(emptied, encoded.fidelity, output)
     output.result(SCHEMA, {**facts, "emptied": emptied}, short=str(out))
 
