@@ -200,6 +200,9 @@ def _lossless(plan: "Plan", out: Path | None, *, overwrite: bool, output: Output
         output.line("ok", "nothing written (dry run)")
         output.result(SCHEMA, {"out": None, "mode": "lossless", "parameters": plan.entries})
         return
+    if plan.restored is not None and plan.restored.lossless:
+        _write_again(plan, out, overwrite=overwrite, output=output)
+        return
     size, fields = write_lossless(plan.expert, plan.base, out, overwrite=overwrite)
     facts = report(plan, out, size, fields, output, None)
     output.result(SCHEMA, facts, short=str(out))

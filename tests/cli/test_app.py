@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-import typer
 import support
+import typer
 
 from cgmerge.cli import app, output
 from cgmerge.cli.output import Output

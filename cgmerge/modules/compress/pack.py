@@ -201,11 +201,12 @@ def make_plan(
     if restored is not None:
         before = restored.fields.get("method", {}).get("asked", {})
         if request.asked() not in ({}, before):
+            if not restored.lossless:
+                warnings.append(
+                    f"{expert.folder} was compressed before; it is compressed once more, from what"
+                    " was left of it"
+                )
             restored = None
-            warnings.append(
-                f"{expert.folder} was compressed before; it is compressed once more, from what"
-                " was left of it"
-            )
     return Plan(expert, base, request, entries, restored, tuple(warnings))
 
 
@@ -221,10 +222,9 @@ def _compressed_before(expert: Expert) -> Restored | None:
     if not isinstance(expert.file, CgeTensors):
         return read_sidecar(expert)
     file = expert.file.file
-    if file.dense:
-        return None
     fields = {key: value for key, value in file.manifest.items() if key not in WRITTEN_HERE}
-    return Restored([file.read(name) for name in file.coded], fields, dict(file.details))
+    dense = {name: file.read_dense(name) for name in file.dense}
+    return Restored([file.read(name) for name in file.coded], fields, dict(file.details), dense)
 
 
 def compress(
@@ -436,7 +436,7 @@ def write_restored(out: Path, restored: Restored, *, overwrite: bool = False) ->
     return write_cge(
         out,
         restored.coded,
-        {},
+        restored.dense,
         restored.fields,
         details=restored.details or None,
         overwrite=overwrite,
