@@ -114,6 +114,12 @@ def compress(
         alpha=alpha,
         multiplier=multiplier,
     )
+    if force_base and base is None:
+        raise UsageError(
+            "--force-base accepts another base than the expert's, and no base is given",
+            code="force_base",
+            hint="add --base BASE, or leave it out",
+        )
     opened = None if base is None else open_base(base)
     if is_full(Path(expert)):
         if lossless or force_base:
@@ -154,6 +160,7 @@ def _run(
 ) -> None:
     from cgmerge.evals.compression import longest_entries
     from cgmerge.modules.compress import pack
+    from cgmerge.modules.compress.advice import keeping_all
     from cgmerge.modules.compress.modes import decode, encode
 
     factors = plan.raw_factors()
@@ -184,7 +191,10 @@ def _run(
     facts = report(plan, out, size, fields, output, kept)
     emptied = encoded.fidelity.emptied
     warn_of_unused(plan, size, encoded.next_bytes, output)
-    warn_of(emptied, encoded.fidelity, output)
+    option = None
+    if emptied and plan.target is None:
+        option = keeping_all(plan.mode, factors, plan.options(None))
+    warn_of(emptied, encoded.fidelity, output, option)
     output.result(SCHEMA, {**facts, "emptied": emptied}, short=str(out))
 
 

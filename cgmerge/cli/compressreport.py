@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cgmerge.cli.output import Output
-from cgmerge.shown import score_text, some_of
+from cgmerge.modules.compress.health import emptied_warning, lost_gains
+from cgmerge.shown import score_text
 
 if TYPE_CHECKING:
     from cgmerge.evals.compression import Kept
@@ -76,6 +77,8 @@ def report(
             f" base {score_text(kept.base.score, 3)}{share}",
         )
     output.line("wrote", str(out))
+    for warning in lost_gains(fields.get("eval") or []):
+        output.warn(warning)
     return facts
 
 
@@ -109,12 +112,19 @@ def warn_of_unused(
     )
 
 
-def warn_of(emptied: list[str], found: "Fidelity", output: Output) -> None:
-    """Name the modules without effect, and with `--verbose` what became of each."""
+def warn_of(
+    emptied: list[str], found: "Fidelity", output: Output, option: str | None = None
+) -> None:
+    """Name the modules without effect, and with `--verbose` what became of each.
+
+    Args:
+        emptied: The modules.
+        found: Of all modules.
+        output: Where it is said.
+        option: With which every module keeps an effect, where that is known.
+    """
     if emptied:
-        output.warn(
-            f"{len(emptied)} of {len(found.modules)} modules have no effect any more:"
-            f" {some_of(emptied)}"
-        )
+        more = "" if option is None else f"; {option} keeps every module"
+        output.warn(emptied_warning(emptied, len(found.modules)) + more)
     for name, part in found.modules.items():
         output.detail("module", f"{name}: error {part.error:.2%}, cosine {part.cosine:.3f}")

@@ -182,8 +182,9 @@ def encode(mode: Mode, factors: Mapping[str, LowRank], options: Options) -> Enco
             f"nothing is left of the expert in mode {mode}"
             f" {'at this size' if options.target else f'at density {_density(options):g}'}",
             code="emptied",
-            hint="ask for more bytes or a higher density"
-            + (", or use --mode ternary" if mode == "compeft" else ""),
+            hint=("ask for more bytes" if options.target else "use a higher --density")
+            + (", or --mode ternary" if mode == "compeft" else "")
+            + ", or keep every bit: --lossless",
         )
     return encoded
 
@@ -381,8 +382,7 @@ def _check_range(exact: Mapping[str, LowRank]) -> None:
         norm = delta.norm()
         if not norm <= _LARGEST:
             raise Incompatible(
-                f"‖ΔW‖ of {name} is {norm:.3g}, and float32 ends at {_LARGEST:.3g}: its scales"
-                " cannot be written",
+                f"‖ΔW‖ of {name} is {norm:.3g}, beyond float32, which ends at {_LARGEST:.3g}",
                 code="overflow",
                 hint="the expert is broken (often a diverged training); train it again, or keep it"
                 " as it is with --lossless",

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from cgmerge._version import __version__
-from cgmerge.errors import UsageError
+from cgmerge.errors import Incompatible, UsageError
 from cgmerge.modules.adapter_out import AdapterForm, adapter_config
 from cgmerge.modules.base import Base
+from cgmerge.modules.compress.advice import keeping_all
 from cgmerge.modules.compress.budget import CLOSE
 from cgmerge.modules.compress.container import write_cge
 from cgmerge.modules.compress.fidelity import Fidelity
@@ -253,7 +254,7 @@ def compress(
     """
     target = plan.target
     if target is None:
-        return make(plan.options(None, progress))
+        return _at_density(plan, make, progress)
     # What a file holds besides levels and scales hardly depends on the mode: a quick one tells.
     sample = encode(
         "ternary",
@@ -282,6 +283,23 @@ def compress(
     if above <= target:  # its names and shapes take less than was thought
         return encoded.above
     return replace(encoded, next_bytes=above) if size < USED * target else encoded
+
+
+def _at_density(
+    plan: Plan, make: Maker, progress: Callable[[int, int], None] | None = None
+) -> Encoded:
+    options = plan.options(None, progress)
+    try:
+        return make(options)
+    except Incompatible as error:
+        option = keeping_all(plan.mode, plan.raw_factors(), options) if _emptied(error) else None
+        if option is not None:
+            error.hint = f"{option} keeps every module, --lossless every bit"
+        raise
+
+
+def _emptied(error: Incompatible) -> bool:
+    return error.code == "incompatible.emptied"
 
 
 def settle_size(
