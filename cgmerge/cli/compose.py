@@ -40,14 +40,14 @@ def compose(
         typer.Option("--set", metavar="KEY=VALUE", help="Method parameter, e.g. density=0.2"),
     ] = None,
     scale: Annotated[
-        float | None, typer.Option("--scale", help="λ, factor on the merged delta  [default: 1]")
+        float | None, typer.Option("--scale", help="λ, factor on the merged delta  \\[default: 1]")
     ] = None,
     rank: Annotated[
         str | None,
         typer.Option("--rank", help="Adapter rank: N, exact, or auto (sum of ranks, at most 64)"),
     ] = None,
     form: Annotated[
-        str | None, typer.Option("--as", help="adapter or model  [default: adapter]")
+        str | None, typer.Option("--as", help="adapter or model  \\[default: adapter]")
     ] = None,
     base: Annotated[
         str | None, typer.Option("--base", help="Base model; for --as model, --tune and --examples")
@@ -82,16 +82,16 @@ def compose(
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option("--seed", help="Seed of methods that draw  [default: 0]", min=0),
+        typer.Option("--seed", help="Seed of methods that draw  \\[default: 0]", min=0),
     ] = None,
     budget: Annotated[
         int | None,
-        typer.Option("--budget", help="Most merges that --tune tries  [default: 16]", min=1),
+        typer.Option("--budget", help="Most merges that --tune tries  \\[default: 16]", min=1),
     ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
-            "--dtype", help="Float type written  [default: adapter float32, model as base]"
+            "--dtype", help="Float type written  \\[default: adapter float32, model as base]"
         ),
     ] = None,
     force_base: Annotated[

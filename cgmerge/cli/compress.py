@@ -37,13 +37,13 @@ def compress(
     ] = None,
     mode: Annotated[
         str | None,
-        typer.Option("--mode", "-m", help="ternary, svdq or compeft  [default: ternary]"),
+        typer.Option("--mode", "-m", help="ternary, svdq or compeft  \\[default: ternary]"),
     ] = None,
     lossless: Annotated[
         bool, typer.Option("--lossless", help="Keep every bit: one verified file, not a small one")
     ] = False,
     density: Annotated[
-        float | None, typer.Option("--density", help="Share of entries kept  [default: 0.2]")
+        float | None, typer.Option("--density", help="Share of entries kept  \\[default: 0.2]")
     ] = None,
     target_size: Annotated[
         str | None, typer.Option("--target-size", help="Size of the file: 2MB, 300kB, 65536 …")
@@ -75,7 +75,7 @@ def compress(
         float | None, typer.Option("--multiplier", help="Modes ternary, svdq: strength of ΔW")
     ] = None,
     alpha: Annotated[
-        float | None, typer.Option("--alpha", help="Mode compeft: factor on σ  [default: 1]")
+        float | None, typer.Option("--alpha", help="Mode compeft: factor on σ  \\[default: 1]")
     ] = None,
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,
@@ -114,6 +114,12 @@ def compress(
         alpha=alpha,
         multiplier=multiplier,
     )
+    if force_base and base is None:
+        raise UsageError(
+            "--force-base accepts another base than the expert's, and no base is given",
+            code="force_base",
+            hint="add --base BASE, or leave it out",
+        )
     opened = None if base is None else open_base(base)
     if is_full(Path(expert)):
         if lossless or force_base:
@@ -154,6 +160,7 @@ def _run(
 ) -> None:
     from cgmerge.evals.compression import longest_entries
     from cgmerge.modules.compress import pack
+    from cgmerge.modules.compress.advice import keeping_all
     from cgmerge.modules.compress.modes import decode, encode
 
     factors = plan.raw_factors()
@@ -183,8 +190,11 @@ def _run(
     size = pack.write_packed(out, encoded, fields, overwrite=overwrite)
     facts = report(plan, out, size, fields, output, kept)
     emptied = encoded.fidelity.emptied
-    warn_of_unused(plan, size, output)
-    warn_of(emptied, encoded.fidelity, output)
+    warn_of_unused(plan, size, encoded.next_bytes, output)
+    option = None
+    if emptied and plan.target is None:
+        option = keeping_all(plan.mode, factors, plan.options(None))
+    warn_of(emptied, encoded.fidelity, output, option)
     output.result(SCHEMA, {**facts, "emptied": emptied}, short=str(out))
 
 
@@ -199,6 +209,9 @@ def _lossless(plan: "Plan", out: Path | None, *, overwrite: bool, output: Output
     if out is None:
         output.line("ok", "nothing written (dry run)")
         output.result(SCHEMA, {"out": None, "mode": "lossless", "parameters": plan.entries})
+        return
+    if plan.restored is not None and plan.restored.lossless:
+        _write_again(plan, out, overwrite=overwrite, output=output)
         return
     size, fields = write_lossless(plan.expert, plan.base, out, overwrite=overwrite)
     facts = report(plan, out, size, fields, output, None)

@@ -45,18 +45,19 @@ def compress_full(
         output.result(SCHEMA, {"out": None, "mode": plan.mode, "warnings": output.warnings})
         return
     longest = longest_entries(skills)
-    options = settle(
+    settled = settle(
         plan,
         longest,
         lambda density, size: output.detail("pass", f"density {density:.4f}: {size:,.0f} bytes"),
     )
+    options = settled.options
     kept: Kept | None = None
     if skills:
         options, kept = _calibrated(plan, options, skills, output)
     found = write_full(plan, out, options, kept.entries if kept else None, overwrite=overwrite)
     facts = report(plan, out, found.size, found.fields, output, kept)
     fidelity = found.measured.fidelity
-    warn_of_unused(plan, found.size, output)
+    warn_of_unused(plan, found.size, settled.next_bytes, output)
     warn_of(fidelity.emptied, fidelity, output)
     result: dict[str, Any] = {**facts, "emptied": fidelity.emptied}
     output.result(SCHEMA, result, short=str(out))

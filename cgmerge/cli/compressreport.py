@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cgmerge.cli.output import Output
-from cgmerge.shown import score_text, some_of
+from cgmerge.modules.compress.health import emptied_warning, lost_gains
+from cgmerge.shown import score_text
 
 if TYPE_CHECKING:
     from cgmerge.evals.compression import Kept
@@ -76,28 +77,54 @@ def report(
             f" base {score_text(kept.base.score, 3)}{share}",
         )
     output.line("wrote", str(out))
+    for warning in lost_gains(fields.get("eval") or []):
+        output.warn(warning)
     return facts
 
 
-def warn_of_unused(plan: "Plan | FullPlan", size: int, output: Output) -> None:
-    """Say where a mode could not use the bytes that were asked for."""
-    if plan.target is None or size >= 0.9 * plan.target:
+def warn_of_unused(
+    plan: "Plan | FullPlan", size: int, next_bytes: int | None, output: Output
+) -> None:
+    """Say where a mode could not use the bytes that were asked for, and what comes next.
+
+    Args:
+        plan: What was asked for.
+        size: Bytes of the file.
+        next_bytes: Of the next larger file; None where this one is the largest.
+        output: Where it is said.
+    """
+    from cgmerge.modules.compress.pack import USED
+
+    if plan.target is None or size >= USED * plan.target:
         return
-    other = "svdq uses more" if plan.mode == "ternary" else "a folder may be what you want"
+    asked = f"{plan.target:,.0f}"
+    if next_bytes is not None:
+        output.warn(
+            f"{size:,} of {asked} bytes are used: the next size up in mode {plan.mode} is"
+            f" {next_bytes:,} bytes"
+        )
+        return
+    other = "--lossless keeps every bit" if plan.mode == "svdq" else "--mode svdq uses more"
     if not hasattr(plan.expert, "pairs"):
-        other = "every entry is kept as a sign"
+        other = "no density gives more"
     output.warn(
-        f"mode {plan.mode} cannot use more than {size:,} bytes here, of"
-        f" {plan.target:,.0f} asked for; {other}"
+        f"mode {plan.mode} cannot use more than {size:,} bytes here, of {asked} asked for; {other}"
     )
 
 
-def warn_of(emptied: list[str], found: "Fidelity", output: Output) -> None:
-    """Name the modules without effect, and with `--verbose` what became of each."""
+def warn_of(
+    emptied: list[str], found: "Fidelity", output: Output, option: str | None = None
+) -> None:
+    """Name the modules without effect, and with `--verbose` what became of each.
+
+    Args:
+        emptied: The modules.
+        found: Of all modules.
+        output: Where it is said.
+        option: With which every module keeps an effect, where that is known.
+    """
     if emptied:
-        output.warn(
-            f"{len(emptied)} of {len(found.modules)} modules have no effect any more:"
-            f" {some_of(emptied)}"
-        )
+        more = "" if option is None else f"; {option} keeps every module"
+        output.warn(emptied_warning(emptied, len(found.modules)) + more)
     for name, part in found.modules.items():
         output.detail("module", f"{name}: error {part.error:.2%}, cosine {part.cosine:.3f}")

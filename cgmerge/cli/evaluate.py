@@ -55,7 +55,7 @@ def evaluate(
         typer.Option(
             "--lm-eval-metric",
             metavar="NAME[,FILTER]",
-            help="Which of the tasks' metrics is the score [default: the first that fits]",
+            help="Which of the tasks' metrics is the score \\[default: the first that fits]",
         ),
     ] = None,
     targets: Annotated[
@@ -79,7 +79,7 @@ def evaluate(
         typer.Option(
             "--max-new-tokens",
             metavar="N",
-            help="Longest generated answer [default: 256 with rouge-l and token-f1,"
+            help="Longest generated answer \\[default: 256 with rouge-l and token-f1,"
             " else 2 more than the right one]",
             min=1,
         ),

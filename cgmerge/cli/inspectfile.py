@@ -21,6 +21,7 @@ def inspect_file(path: Path, base: "Base | None", output: Output) -> None:
         InputError: Not a compressed expert, damaged, or made for another base.
     """
     from cgmerge.modules.compress.container import CgeFile
+    from cgmerge.modules.compress.health import warnings_of
     from cgmerge.modules.compress.opened import open_compressed
     from cgmerge.modules.compress.wholemodel import is_whole, uses_of
 
@@ -44,6 +45,12 @@ def inspect_file(path: Path, base: "Base | None", output: Output) -> None:
                 for name, part in facts["modules"].items()
             ]
             output.table(["module", "rank", "error", "cosine"], rows)
+    for warning in warnings_of(
+        facts["fidelity"],
+        {name: (part["error"], part["cosine"]) for name, part in facts["modules"].items()},
+        facts["scores"],
+    ):
+        output.warn(warning)
     if whole:
         output.hint(uses_of(path))
     output.result("cgmerge.inspect/1", facts, short=facts["sha256"])

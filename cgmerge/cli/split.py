@@ -32,12 +32,12 @@ def split(
         typer.Option(
             "--column",
             help="Column with the structure: (a (b c)), nested lists, or words  "
-            "[default: the prompt's words]",
+            "\\[default: the prompt's words]",
         ),
     ] = None,
     primitive: Annotated[
         str | None,
-        typer.Option("--primitive", help="primitive: hold out this  [default: by the share]"),
+        typer.Option("--primitive", help="primitive: hold out this  \\[default: by the share]"),
     ] = None,
     size: Annotated[
         int, typer.Option("--compound-size", help="mcd: nodes of a compound", min=2, max=3)

@@ -53,7 +53,7 @@ def stats(
     ] = 256,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="File  [default: inside the expert's folder]"),
+        typer.Option("--out", "-o", help="File  \\[default: inside the expert's folder]"),
     ] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",

@@ -22,10 +22,11 @@ def tasks(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Suite to make")] = None,
     *,
     split: Annotated[
-        str | None, typer.Option("--split", help="What is held out  [default: the first listed]")
+        str | None, typer.Option("--split", help="What is held out  \\[default: the first listed]")
     ] = None,
     count: Annotated[
-        int | None, typer.Option("--n", help="Rows in all  [default: the suite's own size]", min=10)
+        int | None,
+        typer.Option("--n", help="Rows in all  \\[default: the suite's own size]", min=10),
     ] = None,
     share: Annotated[
         float,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import support
+import typer
 
 from cgmerge.cli import app, output
 from cgmerge.cli.output import Output
@@ -405,3 +406,26 @@ def test_methods_explains_a_rule_in_a_space(run):
     assert code == 0
     assert json.loads(out)["methods"][0]["name"] == "ties"
     assert run("methods", "cube+ties")[0] == 2
+
+
+def test_help_shows_every_word_of_its_texts():
+    """The help is markup: an unescaped bracket, as around a default, would vanish."""
+    from rich.text import Text
+
+    from cgmerge.cli.app import app
+
+    group = typer.main.get_command(app)
+    seen = 0
+    for name, command in group.commands.items():
+        for param in command.params:
+            written = getattr(param, "help", None) or ""
+            shown = Text.from_markup(written).plain
+            assert shown == written.replace("\\[", "["), (name, param.name)
+            seen += "[default: " in shown
+    assert seen >= 15
+
+
+def test_defaults_stand_in_the_help(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    for command, default in (("compress", "ternary"), ("compose", "ties"), ("compose", "16")):
+        assert f"[default: {default}]" in run(command, "--help")[1]

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 import support
@@ -113,6 +114,82 @@ def test_emptied_modules_are_warned_of(run, place):
     assert len(result["emptied"]) == 2
     assert "no effect any more" in err
     assert "no effect any more" in result["warnings"][0]
+
+
+def test_what_keeps_every_module_is_said_and_works(run, place):
+    def faint(tensors):
+        return {n: t * (0.3 if "layers.1" in n else 1.0) for n, t in tensors.items()}
+
+    support.edit_tensors(place / "e", faint)
+    words = ("compress", place / "e", "--json", "--overwrite", "-o", place / "e.cge")
+    (warning,) = json.loads(run(*words, "--density", 0.05)[1])["warnings"]
+    assert "no effect any more" in warning
+    density = re.search(r"--density ([0-9.]+) keeps every module", warning)[1]
+    assert json.loads(run(*words, "--density", density)[1])["warnings"] == []
+
+
+def test_an_expert_that_needs_more_is_told_how_much(run, tmp_path):
+    folder = support.make_expert(tmp_path / "t", {"m.q_proj": (3, 3)}, rank=1, alpha=1)
+    code, _, err = run("compress", folder, "-o", tmp_path / "t.cge")
+    assert code == 3
+    assert "nothing is left" in err
+    density = re.search(r"--density ([0-9.]+) keeps every module, --lossless every bit", err)[1]
+    assert run("compress", folder, "-o", tmp_path / "t.cge", "--density", density)[0] == 0
+
+
+def test_a_file_that_is_nearly_dead_says_so_when_it_is_looked_at(run, place):
+    def faint(tensors):
+        return {n: t * (1e-4 if "layers.1" in n else 1.0) for n, t in tensors.items()}
+
+    support.edit_tensors(place / "e", faint)
+    out = place / "e.cge"
+    told = json.loads(run("compress", place / "e", "-o", out, "--json")[1])["warnings"]
+    code, text, err = run("inspect", out, "--json")
+    assert code == 0, err
+    (warning,) = json.loads(text)["warnings"]
+    assert warning.startswith("2 of 6 modules have no effect any more: model.layers.1")
+    assert told[0].startswith(warning)
+    assert f"warning: {warning}" in run("inspect", out)[2]
+
+
+def test_a_gain_that_is_gone_is_warned_of(run, place, monkeypatch):
+    from cgmerge.cli import compress as command
+    from cgmerge.evals import compression
+
+    entry = {"suite": "val", "base": 0.0, "original": 1.0, "compressed": 0.0}
+    mean = lambda score: compression.Mean("x", "exact_match", score, score, score, 12, 1)  # noqa: E731
+    kept = compression.Kept(mean(0.0), mean(1.0), mean(0.0), [entry])
+
+    def calibrated(plan, _skills, _output):
+        from cgmerge.modules.compress.modes import encode
+
+        return lambda asked: encode(plan.mode, plan.raw_factors(), asked), lambda _found: kept
+
+    monkeypatch.setattr(command, "_calibrated", calibrated)
+    words = ("--base", "tiny", "--calibrate", place / "val.jsonl", "-o", place / "e.cge", "--json")
+    code, text, err = run("compress", place / "e", *words)
+    assert code == 0, err
+    (warning,) = json.loads(text)["warnings"]
+    assert "1.000 before and 0.000 after on val" in warning
+    assert json.loads(run("inspect", place / "e.cge", "--json")[1])["warnings"] == [warning]
+
+
+def test_force_base_without_a_base_is_refused(run, place):
+    code, _, err = run("compress", place / "e", "--force-base", "-o", place / "e.cge")
+    assert code == 2
+    assert "no base is given" in err
+
+
+@pytest.mark.parametrize("words", [("--target-size", 10), ("--target-ratio", 1e6)])
+@pytest.mark.parametrize("mode", ["ternary", "compeft"])
+def test_a_size_too_small_is_refused_in_whole_bytes_of_the_file(run, place, mode, words):
+    words = (*words, "--mode", mode, "-o", place / "e.cge", "--json")
+    code, _, err = run("compress", place / "e", *words)
+    assert code == 2
+    error = json.loads(err.splitlines()[-1])
+    assert type(error["expected"]) is int
+    assert type(error["found"]) is int
+    assert f"gives is {error['found']:,} bytes" in error["message"]
 
 
 def test_values_that_are_no_numbers_are_refused(run, place):

@@ -49,6 +49,8 @@ def test_what_add_says_is_what_ls_says(run, experts, small):
     assert one["size_bytes"] == sum(p.stat().st_size for p in (experts / "E1").iterdir())
     assert two["size_bytes"] == small.stat().st_size
     assert one["parameters"] == 2 * 4 * (32 + 32) + 2 * 4 * (32 + 16)
+    assert two["parameters"] == one["parameters"]  # of the expert, not of what is left of it
+    assert two["parameters"] == cases.done(run("inspect", small, "--json"))["parameters"]
     assert (one["base"], one["rank"], one["license"], one["tags"]) == (
         "some/base", 4, "mit", ["math", "v1"])  # fmt: skip
     found = cases.done(run("inspect", experts / "E1", "--json"))

@@ -97,6 +97,7 @@ def _restore(file: CgeFile, out: Path, *, overwrite: bool) -> Expanded:
     fields = {key: value for key, value in file.manifest.items() if key not in WRITTEN_HERE}
     with fs.new_folder(out, overwrite=overwrite) as stage:
         restore(file, stage)
+        write_sidecar(stage, [], fields, file.details, file.content)
         if expert.card is not None:
             write_card(stage, expert.card.model_copy(update={"training": {}}))
     return Expanded(out, len(expert.pairs), max(expert.ranks), file.size, fields)

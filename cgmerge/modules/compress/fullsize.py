@@ -6,30 +6,47 @@ around them is taken from files that are written where nobody looks.
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cgmerge.errors import UsageError
-from cgmerge.modules.compress.budget import fit
+from cgmerge.modules.compress.budget import MANY_PEAKS, ONE_PEAK, fit_density
 from cgmerge.modules.compress.codec import coded_bits
-from cgmerge.modules.compress.fulldelta import encode_tensors
+from cgmerge.modules.compress.fulldelta import encode_tensors, measure_tensors
 from cgmerge.modules.compress.modes import Options
+from cgmerge.modules.compress.pack import USED, settle_size, too_small
 from cgmerge.modules.compress.packfull import FullPlan, write_full
 from cgmerge.modules.compress.rate import SCALE_BITS
-from cgmerge.modules.compress.termfit import CLOSE
 
-_TRIES = 4
 _SPARE, _MARGIN = 64, 1.03
 _SAMPLE = 0.01  # a density that is quick to write
-_START = 10.0  # one entry in so many is the first guess
 
 Progress = Callable[[float, float], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What to encode a full model with.
+
+    Attributes:
+        options: Density and strength.
+        next_bytes: Where a size was asked for and is missed by far, the bytes of the next file
+            above it; None where there is none.
+    """
+
+    options: Options
+    next_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Fitted:
+    options: Options
+    above: Options | None
+
+
 def settle(
     plan: FullPlan, scores: list[dict[str, Any]] | None = None, progress: Progress | None = None
-) -> Options:
+) -> Settled:
     """Return what to encode with: the density asked for, or the one that meets a size from below.
 
     Args:
@@ -43,50 +60,56 @@ def settle(
     """
     options, target = plan.options(), plan.target
     if target is None:
-        return options
+        return Settled(options)
     sample = replace(options, density=_SAMPLE)
     spare = _MARGIN * (_file_bytes(plan, sample, scores) - _payload(plan, sample)) + _SPARE
-    for _ in range(_TRIES):
-        if spare >= target:
-            break
-        found = _fitted(plan, target - spare, progress)
-        size = _file_bytes(plan, found, scores)
-        if size <= target:
-            return found
-        spare += size - target + _SPARE
-    raise UsageError(
-        f"a file of {target:,.0f} bytes cannot be made: {spare:,.0f} go to names, shapes and the"
-        " manifest alone",
-        code="target",
-        hint="ask for more bytes",
-        expected=target,
-    )
+
+    def measure(found: _Fitted) -> tuple[int, float]:
+        return _file_bytes(plan, found.options, scores), _payload(plan, found.options)
+
+    def make(room: float) -> _Fitted:
+        return _fitted(plan, room, scores, progress)
+
+    size, found = settle_size(plan.mode, target, spare, make, measure)
+    if size >= USED * target or found.above is None:
+        return Settled(found.options)
+    above = _file_bytes(plan, found.above, scores)
+    if above <= target:  # its names and shapes take less than was thought
+        return Settled(found.above)
+    return Settled(found.options, above)
 
 
-def _fitted(plan: FullPlan, target: float, progress: Progress | None) -> Options:
+def _fitted(
+    plan: FullPlan,
+    target: float,
+    scores: list[dict[str, Any]] | None,
+    progress: Progress | None,
+) -> _Fitted:
     """Return the density whose levels and scales take just below `target` bytes."""
 
-    def make(knob: float) -> tuple[float, float]:
-        density = 1.0 / knob
-        size = _payload(plan, replace(plan.options(), density=density))
+    def at(density: float) -> Options:
+        return replace(plan.options(), density=density)
+
+    def size_of(density: float) -> float:
+        size = _payload(plan, at(density))
         if progress:
             progress(density, size)
-        return density, size
+        return size
 
-    # The knob is 1 / density: sizes fall as it rises.
-    window, bounds = (CLOSE * target, target), (1.0, float(plan.entries))
-    found = fit(make, lambda result: result[1], window, bounds, _START)
+    def error_of(density: float) -> float:
+        return measure_tensors(plan.mode, plan.deltas, at(density)).fidelity.error
+
+    densities = (1.0 / plan.entries, *(MANY_PEAKS if plan.mode == "compeft" else ONE_PEAK))
+    found = fit_density(size_of, error_of, target, densities)
+    above = None if found.above is None else at(found.above)
     if found.below is None:
-        assert found.above is not None
-        raise UsageError(
-            f"the smallest that mode {plan.mode} gives is {found.above[1]:,.0f} bytes, asked are"
-            f" {target:,.0f}",
-            code="target",
-            hint="ask for more bytes",
-            expected=target,
-            found=found.above[1],
-        )
-    return replace(plan.options(), density=found.below[0])
+        assert above is not None
+        assert plan.target is not None
+        size = _file_bytes(plan, above, scores)
+        if size > plan.target:
+            raise too_small(plan.mode, size, _payload(plan, above), plan.target)
+        return _Fitted(above, None)  # more room was left for names and shapes than they take
+    return _Fitted(at(found.below), above)
 
 
 def _payload(plan: FullPlan, options: Options) -> float:

@@ -18,14 +18,14 @@ from torch import Tensor
 from cgmerge.errors import Damaged, Incompatible, UsageError
 from cgmerge.merge.deltas import LowRank
 from cgmerge.merge.engine import one_thread
-from cgmerge.modules.compress.budget import fit
+from cgmerge.modules.compress.budget import CLOSE, MANY_PEAKS, ONE_PEAK, fit_density
 from cgmerge.modules.compress.codec import coded_bits
 from cgmerge.modules.compress.compeft import global_signs, sample_deviation
 from cgmerge.modules.compress.fidelity import Fidelity, fidelity
 from cgmerge.modules.compress.rate import SCALE_BITS
 from cgmerge.modules.compress.sections import Coded
 from cgmerge.modules.compress.svdq import quantised_terms
-from cgmerge.modules.compress.termfit import CLOSE, Decompose, Decomposer, coded_terms, fit_terms
+from cgmerge.modules.compress.termfit import Decompose, Decomposer, coded_terms, fit_terms
 from cgmerge.modules.compress.ternary import ternary_terms
 from cgmerge.modules.compress.topk import top_k_signs
 from cgmerge.plain import exact
@@ -42,6 +42,7 @@ _RAW_MULTIPLIERS = ((0.05, 2.2), (0.1, 2.0), (0.2, 1.7), (0.5, 1.3), (1.0, 1.0))
 
 
 _LEAST_COSINE = 0.05
+_LARGEST = float(torch.finfo(torch.float32).max)
 
 
 def coded_bytes(coded: Sequence[Coded]) -> float:
@@ -88,6 +89,9 @@ class Encoded:
         entries: Parameters of the expert before.
         fidelity: Likeness of every module.
         alpha: Of `compeft`, factor on σ.
+        above: Where a size was asked for and is not met within a percent, the next result above
+            it; None where the mode has none.
+        next_bytes: What a file of that would take, where it was asked for.
     """
 
     coded: list[Coded]
@@ -97,6 +101,8 @@ class Encoded:
     entries: int
     fidelity: Fidelity
     alpha: float = 1.0
+    above: "Encoded | None" = field(default=None, repr=False)
+    next_bytes: int | None = None
 
     @property
     def density(self) -> float:
@@ -115,6 +121,25 @@ class Encoded:
         return replace(self, coded=coded, multiplier=self.multiplier * factor, fidelity=fidelity)
 
 
+class TooSmall(UsageError):
+    """No result is as small as asked.
+
+    Attributes:
+        smallest: The smallest that leaves anything of the expert.
+    """
+
+    def __init__(self, smallest: Encoded, size: float, target: float) -> None:
+        super().__init__(
+            f"the smallest that mode {smallest.mode} gives is {math.ceil(size):,} bytes, asked are"
+            f" {math.floor(target):,}",
+            code="target",
+            hint="ask for more bytes",
+            expected=math.floor(target),
+            found=math.ceil(size),
+        )
+        self.smallest = smallest
+
+
 def encode(mode: Mode, factors: Mapping[str, LowRank], options: Options) -> Encoded:
     """Compress the factors of an expert.
 
@@ -129,7 +154,7 @@ def encode(mode: Mode, factors: Mapping[str, LowRank], options: Options) -> Enco
 
     Raises:
         Damaged: NaN or infinity, with the tensor's name.
-        Incompatible: All deltas are zero, or nothing is left of them at this density.
+        Incompatible: All deltas are zero or too large, or nothing is left of them at this density.
         UsageError: Settings out of range, or a size that the mode cannot reach.
     """
     _check(mode, options)
@@ -143,16 +168,23 @@ def encode(mode: Mode, factors: Mapping[str, LowRank], options: Options) -> Enco
                 code="no_effect",
                 hint="check that it is a trained adapter",
             )
+        _check_range(exact)
         work = _Work(exact, factors, options)
-        coded = work.terms(mode) if gauge == "svd" else work.signs(mode)
+        coded, above = work.terms(mode) if gauge == "svd" else work.signs(mode)
         encoded = work.finished(mode, gauge, coded)
+        if above is not None:
+            encoded = replace(encoded, above=work.finished(mode, gauge, above))
     if encoded.fidelity.total.coded_sq <= 0:
+        if options.target is not None and encoded.above is not None:
+            size = options.size_of(encoded.above.coded)
+            raise TooSmall(encoded.above, size, options.target)
         raise Incompatible(
             f"nothing is left of the expert in mode {mode}"
             f" {'at this size' if options.target else f'at density {_density(options):g}'}",
             code="emptied",
-            hint="ask for more bytes or a higher density"
-            + (", or use --mode ternary" if mode == "compeft" else ""),
+            hint=("ask for more bytes" if options.target else "use a higher --density")
+            + (", or --mode ternary" if mode == "compeft" else "")
+            + ", or keep every bit: --lossless",
         )
     return encoded
 
@@ -185,8 +217,8 @@ class _Work:
         self.entries = sum(delta.a.numel() + delta.b.numel() for delta in exact.values())
         self.energy = math.fsum(delta.norm() ** 2 for delta in exact.values())
 
-    def terms(self, mode: Mode) -> list[Coded]:
-        """Choose terms of all modules for the asked size or density."""
+    def terms(self, mode: Mode) -> tuple[list[Coded], list[Coded] | None]:
+        """Choose terms of all modules for the asked size or density; also what comes next."""
         options = self.options
         per_entry = self.energy / self.entries
         decompose: Decompose = ternary_terms
@@ -194,38 +226,43 @@ class _Work:
         if mode == "svdq":
             decompose, typical = quantised_terms, math.sqrt(per_entry)
             knobs = (1e-4 * typical, math.sqrt(self.energy), typical)
+        size_of: Callable[[Sequence[Coded]], float] = count_nonzero
+        target = _density(options) * self.entries
         if options.target is not None:
-            size_of, target = options.size_of, options.target
-        else:
-            size_of, target = count_nonzero, _density(options) * self.entries
+            size_of, target = self.size_if_left, options.target
         make = Decomposer(self.exact, decompose, options.progress)
-        return coded_terms(fit_terms(make, size_of, target, knobs))
+        found = fit_terms(make, size_of, target, knobs)
+        assert found.below is not None
+        if options.target is None or found.above is found.below:
+            return coded_terms(found.below), None
+        above = None if found.above is None else coded_terms(found.above)
+        return coded_terms(found.below), above
 
-    def signs(self, mode: Mode) -> list[Coded]:
+    def signs(self, mode: Mode) -> tuple[list[Coded], list[Coded] | None]:
         """Take signs of the factors as they are, at the asked density or just below the size."""
         make = self._published() if mode == "compeft" else self._raw
+        gauge: Gauge = "raw"
         target, size_of = self.options.target, self.options.size_of
         if target is None:
-            return make(_density(self.options))
-        # The knob is 1 / density: sizes fall as it rises.
-        found = fit(
-            lambda knob: make(1.0 / knob),
-            size_of,
-            (CLOSE * target, target),
-            (1.0, float(self.entries)),
-            10.0,
-        )
-        if found.below is None:
-            assert found.above is not None
-            raise UsageError(
-                f"the smallest that mode {mode} gives is {size_of(found.above):,.0f} bytes, asked"
-                f" are {target:,.0f}",
-                code="target",
-                hint="ask for more bytes",
-                expected=target,
-                found=size_of(found.above),
-            )
-        return found.below
+            return make(_density(self.options)), None
+
+        def error_at(density: float) -> float:
+            return self.finished(mode, gauge, make(density)).fidelity.error
+
+        densities = (1.0 / self.entries, *(MANY_PEAKS if mode == "compeft" else ONE_PEAK))
+        found = fit_density(lambda d: self.size_if_left(make(d)), error_at, target, densities)
+        above = None if found.above is None else make(found.above)
+        if found.below is not None:
+            coded = make(found.below)
+            return coded, None if size_of(coded) >= CLOSE * target else above
+        if above is None:
+            return make(1.0), None
+        raise TooSmall(self.finished(mode, gauge, above), size_of(above), target)
+
+    def size_if_left(self, coded: Sequence[Coded]) -> float:
+        """Return the size, 0 where no module has an effect any more: that is no result."""
+        left = any(delta.norm() > 0.0 for delta in decode(coded).values())
+        return self.options.size_of(coded) if left else 0.0
 
     def finished(self, mode: Mode, gauge: Gauge, coded: list[Coded]) -> Encoded:
         """Measure, and put the multiplier in."""
@@ -337,3 +374,18 @@ def _check_finite(factors: Mapping[str, LowRank]) -> None:
                     tensor=f"{name}.lora_{side}",
                     found=bad,
                 )
+
+
+def _check_range(exact: Mapping[str, LowRank]) -> None:
+    """Refuse deltas that float32 cannot hold: no scale could be written, and no model runs."""
+    for name, delta in exact.items():
+        norm = delta.norm()
+        if not norm <= _LARGEST:
+            raise Incompatible(
+                f"‖ΔW‖ of {name} is {norm:.3g}, beyond float32, which ends at {_LARGEST:.3g}",
+                code="overflow",
+                hint="the expert is broken (often a diverged training); train it again, or keep it"
+                " as it is with --lossless",
+                tensor=name,
+                found=norm if math.isfinite(norm) else None,
+            )

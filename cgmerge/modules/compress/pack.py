@@ -3,14 +3,16 @@
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from cgmerge._version import __version__
-from cgmerge.errors import UsageError
+from cgmerge.errors import Incompatible, UsageError
 from cgmerge.modules.adapter_out import AdapterForm, adapter_config
 from cgmerge.modules.base import Base
+from cgmerge.modules.compress.advice import keeping_all
+from cgmerge.modules.compress.budget import CLOSE
 from cgmerge.modules.compress.container import write_cge
 from cgmerge.modules.compress.fidelity import Fidelity
 from cgmerge.modules.compress.manifest import WRITTEN_HERE
@@ -20,6 +22,7 @@ from cgmerge.modules.compress.modes import (
     Gauge,
     Mode,
     Options,
+    TooSmall,
     coded_bytes,
     encode,
 )
@@ -31,11 +34,17 @@ from cgmerge.plain import exact
 if TYPE_CHECKING:
     from cgmerge.merge.deltas import LowRank
 
+Result = TypeVar("Result")
+
 DEFAULT_MODE: Mode = "ternary"
-_TRIES = 4
+_TRIES = 5
 _SPARE, _MARGIN = 64, 1.03
 """Bytes left free at first, as names and shapes deflate differently for every result."""
 
+USED = 0.9
+"""Share of the bytes asked for below which it is said what the next size would be."""
+
+_MOST_BYTES = 2.0**62
 _DIGITS = 6
 
 
@@ -69,7 +78,7 @@ class Request:
     def target(self, entries: int) -> float | None:
         """Return the bytes that the file of so many parameters may have; None for a density."""
         if self.ratio is not None:
-            return 2.0 * entries / self.ratio
+            return min(2.0 * entries / self.ratio, _MOST_BYTES)
         return None if self.size is None else float(self.size)
 
     def check(self) -> None:
@@ -101,7 +110,9 @@ class Request:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise UsageError(
-                    f"the target {name} must be above 0, found {exact(value)}", code=name
+                    f"the target {name} must be a finite number above 0, found {exact(value)}",
+                    code=name,
+                    found=value,
                 )
 
 
@@ -191,11 +202,12 @@ def make_plan(
     if restored is not None:
         before = restored.fields.get("method", {}).get("asked", {})
         if request.asked() not in ({}, before):
+            if not restored.lossless:
+                warnings.append(
+                    f"{expert.folder} was compressed before; it is compressed once more, from what"
+                    " was left of it"
+                )
             restored = None
-            warnings.append(
-                f"{expert.folder} was compressed before; it is compressed once more, from what"
-                " was left of it"
-            )
     return Plan(expert, base, request, entries, restored, tuple(warnings))
 
 
@@ -211,10 +223,9 @@ def _compressed_before(expert: Expert) -> Restored | None:
     if not isinstance(expert.file, CgeTensors):
         return read_sidecar(expert)
     file = expert.file.file
-    if file.dense:
-        return None
     fields = {key: value for key, value in file.manifest.items() if key not in WRITTEN_HERE}
-    return Restored([file.read(name) for name in file.coded], fields, dict(file.details))
+    dense = {name: file.read_dense(name) for name in file.dense}
+    return Restored([file.read(name) for name in file.coded], fields, dict(file.details), dense)
 
 
 def compress(
@@ -233,7 +244,8 @@ def compress(
         progress: Called with modules done and the number of the pass over them.
 
     Returns:
-        The result; its file is no larger than asked for.
+        The result; its file is no larger than asked for. Where it is much smaller, `next_bytes`
+        is what the next result above would take.
 
     Raises:
         UsageError: A size that cannot be reached.
@@ -242,7 +254,7 @@ def compress(
     """
     target = plan.target
     if target is None:
-        return make(plan.options(None, progress))
+        return _at_density(plan, make, progress)
     # What a file holds besides levels and scales hardly depends on the mode: a quick one tells.
     sample = encode(
         "ternary",
@@ -250,21 +262,107 @@ def compress(
         Options(density=0.1, gauge="raw", scaling=plan.options(None).scaling),
     )
     overhead = _file_bytes(sample, fields_of(sample)) - coded_bytes(sample.coded)
+
+    def measure(one: Encoded) -> tuple[int, float]:
+        return _file_bytes(one, fields_of(one)), coded_bytes(one.coded)
+
+    def make_within(room: float) -> Encoded:
+        try:
+            return make(plan.options(room, progress))
+        except TooSmall as error:
+            size, payload = measure(error.smallest)
+            if size <= target:  # more room was left for names and shapes than they take
+                return error.smallest
+            raise too_small(plan.mode, size, payload, target) from None
+
     spare = _MARGIN * overhead + _SPARE
+    size, encoded = settle_size(plan.mode, target, spare, make_within, measure)
+    if encoded.above is None:
+        return encoded
+    above = measure(encoded.above)[0]
+    if above <= target:  # its names and shapes take less than was thought
+        return encoded.above
+    return replace(encoded, next_bytes=above) if size < USED * target else encoded
+
+
+def _at_density(
+    plan: Plan, make: Maker, progress: Callable[[int, int], None] | None = None
+) -> Encoded:
+    options = plan.options(None, progress)
+    try:
+        return make(options)
+    except Incompatible as error:
+        option = keeping_all(plan.mode, plan.raw_factors(), options) if _emptied(error) else None
+        if option is not None:
+            error.hint = f"{option} keeps every module, --lossless every bit"
+        raise
+
+
+def _emptied(error: Incompatible) -> bool:
+    return error.code == "incompatible.emptied"
+
+
+def settle_size(
+    mode: Mode,
+    target: float,
+    spare: float,
+    make: Callable[[float], Result],
+    measure: Callable[[Result], tuple[int, float]],
+) -> tuple[int, Result]:
+    """Make the file that comes closest to a size from below.
+
+    Args:
+        mode: For messages.
+        target: Bytes of the file.
+        spare: Of these, what levels and scales do not take, by a first guess that is no less.
+        make: A result whose levels and scales take at most so many bytes.
+        measure: Bytes of a result's file, and of its levels and scales.
+
+    Returns:
+        Bytes of the file, and the result.
+
+    Raises:
+        UsageError: No file is as small.
+    """
+    best: tuple[int, Result] | None = None
+    refusal: UsageError | None = None
+    tried = math.inf
     for _ in range(_TRIES):
-        if spare >= target:
+        result = make(max(target - spare, 1.0))
+        size, payload = measure(result)
+        if size > target:
+            refusal = too_small(mode, size, payload, target)
+            spare += size - target + (_SPARE if best is None else 1)
+        else:
+            best = (size, result) if best is None or size > best[0] else best
+            tried = spare
+            if size >= CLOSE * target:
+                break
+            spare = size - payload  # as this file has it, no longer as was guessed
+        if spare >= tried:
             break
-        encoded = make(plan.options(target - spare, progress))
-        size = _file_bytes(encoded, fields_of(encoded))
-        if size <= target:
-            return encoded
-        spare += size - target + _SPARE
-    raise UsageError(
-        f"a file of {target:,.0f} bytes cannot be made: {spare:,.0f} go to names, shapes and the"
-        " manifest alone",
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best
+
+
+def too_small(mode: Mode, size: int, payload: float, target: float) -> UsageError:
+    """Return the refusal of a size below the smallest file.
+
+    Args:
+        mode: That was asked for.
+        size: Bytes of the smallest file.
+        payload: Of these, levels and scales.
+        target: Bytes asked for.
+    """
+    return UsageError(
+        f"the smallest file that mode {mode} gives is {size:,} bytes, {size - payload:,.0f} of them"
+        f" for names, shapes and the manifest alone; asked are {math.floor(target):,}",
         code="target",
-        hint="ask for more bytes",
-        expected=target,
+        hint=f"ask for more bytes: --target-size {size}",
+        expected=math.floor(target),
+        found=size,
     )
 
 
@@ -356,7 +454,7 @@ def write_restored(out: Path, restored: Restored, *, overwrite: bool = False) ->
     return write_cge(
         out,
         restored.coded,
-        {},
+        restored.dense,
         restored.fields,
         details=restored.details or None,
         overwrite=overwrite,

@@ -2,11 +2,12 @@
 
 A decompressed expert is a plain adapter whose values lie on grids. The sidecar lists the grids and
 the manifest; with it the whole numbers are found again exactly, and every value is checked, so
-that an adapter that was edited or trained on is never taken for what it was.
+that an adapter that was edited or trained on is never taken for what it was. What was stored
+without loss has no grids; the digest of its tensors tells whether they are the same.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,6 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cgmerge import fs, strictjson
 from cgmerge.errors import Damaged
+from cgmerge.modules.compress import digests
+from cgmerge.modules.compress.dense import Dense
+from cgmerge.modules.compress.manifest import LOSSLESS
 from cgmerge.modules.compress.sections import Coded
 from cgmerge.modules.expert import Expert, ExpertDeltas
 from cgmerge.tensorfile import read_small
@@ -45,6 +49,7 @@ class _File(BaseModel):
     manifest: dict[str, Any]
     details: dict[str, Any]
     grids: dict[str, _Grid]
+    content: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +60,47 @@ class Restored:
         coded: The tensors, exactly.
         fields: The manifest but for what the writer fills in.
         details: The long part of it.
+        dense: The tensors of an expert that was stored without loss.
     """
 
     coded: list[Coded]
     fields: dict[str, Any]
     details: dict[str, Any]
+    dense: Mapping[str, Dense] = field(default_factory=dict)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every bit was kept."""
+        return bool(self.fields["method"]["mode"] == LOSSLESS)
 
 
 def write_sidecar(
-    folder: Path, coded: Sequence[Coded], fields: Mapping[str, Any], details: Mapping[str, Any]
+    folder: Path,
+    coded: Sequence[Coded],
+    fields: Mapping[str, Any],
+    details: Mapping[str, Any],
+    content: str | None = None,
 ) -> None:
-    """Write compressed.json into a staged folder."""
+    """Write compressed.json into a staged folder.
+
+    Args:
+        folder: From `fs.new_folder`.
+        coded: Tensors of the file; none where it was stored without loss.
+        fields: Its manifest, but for what the writer fills in.
+        details: The long part of it.
+        content: Digest of the tensors, where it was stored without loss.
+    """
     grids = {
         part.name: {"rows": part.levels.shape[0], "scales": [float(s) for s in part.scales]}
         for part in coded
     }
-    content = {
+    whole = {
         "schema": "cgmerge.compressed/1",
         "manifest": dict(fields),
         "details": dict(details),
         "grids": grids,
     }
-    fs.write_json(folder / SIDECAR, content)
+    fs.write_json(folder / SIDECAR, whole | ({"content": content} if content else {}))
 
 
 def read_sidecar(expert: Expert) -> Restored | None:
@@ -106,8 +130,25 @@ def read_sidecar(expert: Expert) -> Restored | None:
             hint=f"remove {path.name}: the adapter is then compressed like any other",
             path=path,
         ) from error
+    if file.content is not None:
+        return _untouched(expert, file)
     coded = _restore(expert, file.grids)
     return None if coded is None else Restored(coded, dict(file.manifest), dict(file.details))
+
+
+def _untouched(expert: Expert, file: _File) -> Restored | None:
+    """Return what was stored without loss, where weights and config are still the same."""
+    config = strictjson.loads_object(expert.config_text, source=str(expert.folder))
+    if file.manifest.get("peft") != config or "mode" not in file.manifest.get("method", {}):
+        return None
+    dense = {name: Dense.of(expert.file.read(name)) for name in expert.file.infos}
+    sums = {
+        name: digests.of_dense(name, part.dtype, part.shape, [part.data])
+        for name, part in dense.items()
+    }
+    if digests.of_content(sums) != file.content:
+        return None
+    return Restored([], dict(file.manifest), dict(file.details), dense)
 
 
 def _restore(expert: Expert, grids: Mapping[str, _Grid]) -> list[Coded] | None:

@@ -99,6 +99,7 @@ def entropy_rounded(
     level = (size + 0.4).floor().long()
     top = int(low.max()) + 1
     zero, down, up = size.square(), (size - low).square(), (low + 1 - size).square()
+    up[size == low] = torch.inf  # a whole number is rounded up by nobody
     for _ in range(_COUNTS):
         counts = torch.bincount(level, minlength=top + 1).double() + _UNSEEN
         cost = -price * torch.log2(counts / counts.sum())

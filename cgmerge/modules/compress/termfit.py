@@ -8,16 +8,13 @@ size, whole terms go from the result just above it, the lowest gain for their bi
 from collections.abc import Callable, Mapping, Sequence
 
 from cgmerge.merge.deltas import LowRank
-from cgmerge.modules.compress.budget import fit
+from cgmerge.modules.compress.budget import CLOSE, Found, fit
 from cgmerge.modules.compress.rate import SCALE_BITS, entropy_bits
 from cgmerge.modules.compress.sections import Coded
 from cgmerge.modules.compress.terms import Terms, solve_weights
 
 Decompose = Callable[[LowRank, float], Terms]
 Measure = Callable[[Sequence[Coded]], float]
-
-CLOSE = 0.99
-"""Share of the size at which the search ends."""
 
 
 class Decomposer:
@@ -56,7 +53,7 @@ def fit_terms(
     measure: Measure,
     target: float,
     knobs: tuple[float, float, float],
-) -> dict[str, Terms]:
+) -> Found[dict[str, Terms]]:
     """Decompose all modules so that the result measures at most `target`.
 
     Args:
@@ -66,8 +63,8 @@ def fit_terms(
         knobs: Lowest, highest and first knob to try.
 
     Returns:
-        Module path to terms, as large as whole terms allow; smaller where the lowest knob gives
-        no more.
+        Module path to terms, as large as whole terms allow, and the next result above; none
+        there where the lowest knob gives no more, the same one where the size is met.
     """
     low, high, start = knobs
     found = fit(
@@ -78,12 +75,11 @@ def fit_terms(
         start,
     )
     if found.above is None or found.above is found.below:
-        assert found.below is not None
-        return found.below
-    pruned = _pruned(make.exact, found.above, measure, target)
+        return found
+    pruned, above = _pruned(make.exact, found.above, measure, target)
     if found.below is None or measure(coded_terms(pruned)) > measure(coded_terms(found.below)):
-        return pruned
-    return found.below
+        return Found(pruned, above)
+    return Found(found.below, above)
 
 
 def coded_terms(terms: Mapping[str, Terms]) -> list[Coded]:
@@ -93,8 +89,12 @@ def coded_terms(terms: Mapping[str, Terms]) -> list[Coded]:
 
 def _pruned(
     exact: Mapping[str, LowRank], terms: Mapping[str, Terms], measure: Measure, target: float
-) -> dict[str, Terms]:
-    """Drop as few terms as the size asks for, those of the lowest gain for their bits."""
+) -> tuple[dict[str, Terms], dict[str, Terms]]:
+    """Drop as few terms as the size asks for, those of the lowest gain for their bits.
+
+    Returns:
+        What is left, and what would be with one term more.
+    """
     order = sorted(
         (worth, name, place)
         for name, module in terms.items()
@@ -115,7 +115,11 @@ def _pruned(
             high = middle
         else:
             low = middle + 1
-    return {name: _again(exact[name], module) for name, module in without(low).items()}
+    left, more = (
+        {name: _again(exact[name], module) for name, module in without(count).items()}
+        for count in (low, max(low - 1, 0))
+    )
+    return left, more
 
 
 def _worth(terms: Terms) -> list[float]:

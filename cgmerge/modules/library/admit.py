@@ -11,7 +11,7 @@ from cgmerge.modules.card import CARD
 from cgmerge.modules.compress.container import CgeFile
 from cgmerge.modules.compress.sidecar import SIDECAR
 from cgmerge.modules.expert import COMPRESSED, WEIGHTS, Expert, compressed_file, open_expert
-from cgmerge.modules.library.entry import Entry, Part, check_name, digest_of
+from cgmerge.modules.library.entry import MAX_COUNT, Entry, Part, check_name, digest_of
 from cgmerge.modules.library.store import STORED, Source
 from cgmerge.modules.pairs import CONFIG
 from cgmerge.modules.recipe import RECORD
@@ -90,7 +90,8 @@ def check_values(expert: Expert) -> None:
 def _compressed(path: Path, ref: str, name: str, sources: Mapping[str, Source]) -> Entry:
     with CgeFile.open(path) as file:
         file.verify()
-        manifest, numel = file.manifest, int(file.manifest["numel"])
+        manifest = file.manifest
+    parameters = _parameters(manifest)
     scores = dict(_manifest_scores(manifest.get("eval") or []))
     if manifest["peft"] is None:
         return Entry(
@@ -100,7 +101,7 @@ def _compressed(path: Path, ref: str, name: str, sources: Mapping[str, Source]) 
             digest=digest_of(_parts(sources)),
             base=_line(manifest["base"]["id"]),
             base_fingerprint=manifest["base"].get("fingerprint"),
-            parameters=numel,
+            parameters=parameters,
             scores=scores,
             license=_license(manifest),
         )
@@ -110,7 +111,13 @@ def _compressed(path: Path, ref: str, name: str, sources: Mapping[str, Source]) 
         entry = _described(expert, name, "cge", sources)
     finally:
         expert.file.close()
-    return replace(entry, scores=scores, license=_license(manifest))
+    return replace(entry, parameters=parameters, scores=scores, license=_license(manifest))
+
+
+def _parameters(manifest: Mapping[str, Any]) -> int:
+    """Return those of the expert that was compressed, as `compress` and `inspect` count them."""
+    known = (manifest.get("sizes") or {}).get("parameters")
+    return known if type(known) is int and 0 <= known < MAX_COUNT else int(manifest["numel"])
 
 
 def _described(expert: Expert, name: str, kind: str, sources: Mapping[str, Source]) -> Entry:

@@ -24,7 +24,7 @@ _OWN = {"entries", "objects", "removing"}
 _HEX = re.compile("[0-9a-f]{64}")
 _MAX_FILES = 64
 _MAX_TAGS = 100
-_MAX_SIZE = 2**53
+MAX_COUNT = 2**53
 _COMPARED = 3
 
 
@@ -48,7 +48,7 @@ class Entry:
         base: What the expert calls its base model.
         base_fingerprint: Which base that is.
         skill: What it was trained for.
-        parameters: Entries of all its tensors.
+        parameters: Entries of all its tensors, before it was compressed.
         rank: The largest; None for the delta of a full model.
         scores: Numbers that the expert's own card gives.
         license: As the hub and SPDX write it.
@@ -288,7 +288,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _MAX_SIZE
+    return type(value) is int and 0 <= value < MAX_COUNT
 
 
 def _is_digest(value: Any) -> bool:

@@ -177,6 +177,16 @@ def test_emptied_modules_are_named(expert):
     assert encoded.fidelity.cosine_min == 0.0
 
 
+@pytest.mark.parametrize(("mode", "gauge"), KINDS)
+def test_deltas_beyond_float32_are_refused_by_their_reason(expert, mode, gauge):
+    large = {name: LowRank(delta.a * 1e37, delta.b * 1e37) for name, delta in expert.items()}
+    with pytest.raises(Incompatible, match="beyond float32") as caught:
+        encode(mode, large, Options(gauge=gauge))
+    assert caught.value.code == "incompatible.overflow"
+    fine = {name: LowRank(delta.a * 1e18, delta.b * 1e18) for name, delta in expert.items()}
+    assert encode(mode, fine, Options(density=0.5, gauge=gauge)).fidelity.total.coded_sq > 0
+
+
 def test_published_mode_that_loses_everything_is_refused(expert):
     """A much larger than B: the one threshold keeps nothing of any B."""
     other = {name: rescaled(delta, 1e-3) for name, delta in expert.items()}
@@ -296,7 +306,7 @@ def test_settings_out_of_range(expert, changes, word):
         encode("ternary", expert, Options(**changes))
     with pytest.raises(UsageError, match="smallest that mode compeft gives"):
         encode("compeft", expert, Options(target=3.0))
-    with pytest.raises(Incompatible, match="nothing is left"):
+    with pytest.raises(UsageError, match="smallest that mode ternary gives"):
         encode("ternary", expert, Options(target=3.0))
     with pytest.raises(UsageError, match="unknown mode"):
         encode("zip", expert, Options())

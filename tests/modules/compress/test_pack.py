@@ -118,6 +118,65 @@ def test_the_file_is_no_larger_than_asked(tmp_path, mode, asked):
     assert (0.8 if mode == "ternary" else 0.9) * target <= size <= target
 
 
+@pytest.mark.parametrize(("gauge", "mode"), [(None, "compeft"), ("raw", "ternary")])
+def test_sizes_above_that_of_all_signs_are_used(tmp_path, gauge, mode):
+    """Signs alone are smaller than two thirds of them: density 1 is not the largest file."""
+    shapes = {f"model.layers.{i}.q_proj": (128, 96) for i in range(4)}
+    folder = support.make_expert(tmp_path / "E", shapes, rank=8, alpha=8, seed=1)
+    asked = {"mode": mode, "gauge": gauge}
+    all_signs, _ = pack(folder, tmp_path / "1.cge", density=1.0, **asked)
+    largest, encoded = pack(folder, tmp_path / "a.cge", size=10**6, **asked)
+    assert largest > 1.1 * all_signs
+    assert encoded.above is encoded.next_bytes is None
+    for density in (0.6, 0.75, 0.9):
+        assert pack(folder, tmp_path / "d.cge", density=density, **asked)[0] <= 1.01 * largest
+    target = (all_signs + largest) // 2
+    size, encoded = pack(folder, tmp_path / "b.cge", size=target, **asked)
+    assert 0.98 * target <= size <= target
+    for density in (0.3, 0.4, 0.5, 0.8, 0.85, 0.9, 0.95):  # none of the size is much better
+        other, found = pack(folder, tmp_path / "d.cge", density=density, **asked)
+        if 0.98 * target <= other <= target:
+            assert encoded.fidelity.error <= 1.02 * found.fidelity.error
+
+
+def test_small_files_are_met_closely(tmp_path):
+    """What names and shapes take is guessed at first, and too high for a nearly empty file."""
+    shapes = {f"model.layers.{i}.q_proj": (96, 96) for i in range(6)}
+    folder = support.make_expert(tmp_path / "E", shapes, rank=8, alpha=8, seed=1)
+    for target in (1900, 2300):
+        size, encoded = pack(folder, tmp_path / "a.cge", size=target)
+        term = 2 * 96 * 1.585 / 8  # whole terms come and go
+        assert target - 1.5 * term <= size <= target
+        assert encoded.fidelity.total.coded_sq > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_smallest_file_is_what_the_refusal_says(expert, tmp_path, mode):
+    with pytest.raises(UsageError, match="manifest alone; asked are 400") as caught:
+        pack(expert, tmp_path / "a.cge", size=400, mode=mode)
+    details = caught.value.details
+    assert details["expected"] == 400
+    smallest = details["found"]
+    assert isinstance(smallest, int)
+    assert f"--target-size {smallest}" in caught.value.hint
+    assert f"gives is {smallest:,} bytes" in caught.value.message
+    size, encoded = pack(expert, tmp_path / "a.cge", size=smallest, mode=mode)
+    assert 0.97 * smallest <= size <= smallest
+    assert encoded.fidelity.total.coded_sq > 0
+
+
+def test_the_next_size_is_one_that_can_be_had(tmp_path):
+    """One module of one term: sizes jump, and the next one is named."""
+    folder = support.make_expert(tmp_path / "E", {"m.q_proj": (900, 900)}, rank=2, seed=2)
+    for target in range(1970, 2250, 30):
+        size, encoded = pack(folder, tmp_path / "a.cge", size=target)
+        if encoded.next_bytes is not None:
+            break
+    assert size < 0.9 * target < target < encoded.next_bytes
+    more, _ = pack(folder, tmp_path / "b.cge", size=encoded.next_bytes)
+    assert size < 0.97 * encoded.next_bytes <= more <= encoded.next_bytes
+
+
 def test_a_size_below_what_names_take_is_refused(expert, tmp_path):
     with pytest.raises(UsageError, match="manifest alone"):
         pack(expert, tmp_path / "a.cge", size=400)
@@ -220,6 +279,7 @@ def test_a_file_that_is_no_adapter_is_refused(expert, tmp_path):
         ({"gauge": "x"}, "unknown gauge"),
         ({"size": 0}, "above 0"),
         ({"ratio": float("nan")}, "above 0"),
+        ({"ratio": float("inf")}, "a finite number above 0, found inf"),
     ],
 )
 def test_requests_that_make_no_sense(expert, asked, word):

@@ -30,14 +30,14 @@ def all_or_nothing(delta, knob):
 def test_the_terms_of_lowest_gain_go_first(count, kept):
     exact = {"a": diagonal(3.0, 1.0, 5.0), "b": diagonal(2.0, 4.0, 6.0)}
     make = Decomposer(exact, all_or_nothing)
-    found = fit_terms(make, count_nonzero, float(count), (1e-3, 1e3, 0.5))
+    found = fit_terms(make, count_nonzero, float(count), (1e-3, 1e3, 0.5)).below
     assert {name: terms.d.tolist() for name, terms in found.items()} == kept
     assert count_nonzero(coded_terms(found)) <= count
 
 
 def test_the_largest_there_is():
     make = Decomposer({"a": diagonal(3.0, 1.0)}, all_or_nothing)
-    assert fit_terms(make, count_nonzero, 1e6, (1e-3, 1e3, 0.5))["a"].d.tolist() == [3.0, 1.0]
+    assert fit_terms(make, count_nonzero, 1e6, (1e-3, 1e3, 0.5)).below["a"].d.tolist() == [3.0, 1.0]
 
 
 def test_a_flat_spectrum_is_cut_to_the_size():
@@ -46,7 +46,9 @@ def test_a_flat_spectrum_is_cut_to_the_size():
     energy = sum(delta.norm() ** 2 for delta in exact.values())
     knobs = (1e-9 * energy, energy, energy / entries)
     for share in (0.1, 0.2, 0.3):
-        found = fit_terms(Decomposer(exact, ternary_terms), count_nonzero, share * entries, knobs)
+        found = fit_terms(
+            Decomposer(exact, ternary_terms), count_nonzero, share * entries, knobs
+        ).below
         reached = count_nonzero(coded_terms(found)) / entries
         assert 0.9 * share <= reached <= share
         for name, terms in found.items():
