@@ -427,5 +427,6 @@ def test_help_shows_every_word_of_its_texts():
 
 def test_defaults_stand_in_the_help(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    for command, default in (("compress", "ternary"), ("compose", "ties"), ("compose", "16")):
+    for command, default in (("compress", "ternary"), ("compress", "1"), ("compose", "16")):
         assert f"[default: {default}]" in run(command, "--help")[1]
+    assert "ties if not given, one expert as it is" in run("compose", "--help")[1]
