@@ -367,7 +367,7 @@ def _open(ref: str, recipe: Recipe, base: Base | None) -> "AnyExpert":
         return open_compressed_full(whole, ref, base, force_base=recipe.force_base)
     from cgmerge.modules.fullmodel import open_full
 
-    return open_full(ref, base)
+    return open_full(ref, base, force_base=recipe.force_base)
 
 
 def _deltas(
