@@ -35,7 +35,8 @@ from cgmerge.modules.expert import open_expert
 from cgmerge.modules.layerstats import METHOD, Along, collect_layerwise
 from cgmerge.modules.loading import LoadedBase, load_base
 from cgmerge.modules.recipe import ExpertRef, Recipe
-from cgmerge.modules.stats import KINDS, Kind, collect, path_of, write_stats
+from cgmerge.modules.stats import collect, write_stats
+from cgmerge.modules.statsfile import KINDS, Kind, path_of
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "methods_tiny.json"

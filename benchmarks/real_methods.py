@@ -23,7 +23,7 @@ from cgmerge.evals.targets import open_targets
 from cgmerge.evals.tasks import wordlists
 from cgmerge.modules.base import open_base
 from cgmerge.modules.loading import load_base
-from cgmerge.modules.stats import Kind
+from cgmerge.modules.statsfile import Kind
 
 RESULTS = Path(__file__).parent / "results" / "real_methods.json"
 KINDS: tuple[Kind, ...] = ("gram",)

@@ -122,12 +122,11 @@ def compress(
         )
     opened = None if base is None else open_base(base)
     if is_full(Path(expert)):
-        if lossless or force_base:
-            name = "lossless" if lossless else "force-base"
-            raise UsageError(f"--{name} is for adapters; this is a full model", code="full_model")
+        if lossless:
+            raise UsageError("--lossless is for adapters; this is a full model", code="full_model")
         from cgmerge.cli.compressfull import compress_full
 
-        full = plan_full(expert, request, opened)
+        full = plan_full(expert, request, opened, force_base=force_base)
         skills = _validation(opened, calibrate, [])
         _check_out([full.expert.folder, *_files(calibrate)], opened, out, overwrite=overwrite)
         compress_full(full, None if dry_run else out, skills, overwrite=overwrite, output=output)

@@ -19,6 +19,9 @@ def extract(
     dtype: Annotated[
         str, typer.Option("--dtype", help="Float type of the factors: auto is float32")
     ] = "auto",
+    force_base: Annotated[
+        bool, typer.Option("--force-base", help="Accept a model whose record names another base")
+    ] = False,
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,
     as_json: options.Json = False,
@@ -41,15 +44,16 @@ def extract(
 
     output = Output(as_json=as_json, quiet=quiet, verbose=verbose)
     opened = open_base(base)
-    plan = plan_extraction(open_full(full, opened), opened, rank, dtype)
+    expert = open_full(full, opened, force_base=force_base)
+    plan = plan_extraction(expert, opened, rank, dtype)
     check_extraction_out(plan, out, overwrite=overwrite)
-    output.line("plan", f"rank {rank} for {len(plan.linear)} of {len(plan.deltas)} weights")
+    output.line("plan", f"rank {plan.rank} for {len(plan.linear)} of {len(plan.deltas)} weights")
     if dry_run:
-        for warning in plan.expert.warnings:
+        for warning in plan.warnings:
             output.warn(warning)
         output.line("ok", "nothing written (dry run)")
-        facts = {"out": None, "rank": rank, "modules": len(plan.linear)}
-        output.result("cgmerge.extract/1", {**facts, "warnings": list(plan.expert.warnings)})
+        facts = {"out": None, "rank": plan.rank, "modules": len(plan.linear)}
+        output.result("cgmerge.extract/1", {**facts, "warnings": list(plan.warnings)})
         return
     with output.progress("extract", len(plan.deltas)) as advance:
         found = run_extraction(plan, out, overwrite=overwrite, progress=advance)

@@ -185,6 +185,7 @@ class _Job:
 def _open(
     refs: Sequence[str], kind: str, base: Any, *, force_base: bool
 ) -> "tuple[list[Expert], list[float | None]]":
+    from cgmerge.modules.compose_stats import refuse_twice
     from cgmerge.modules.expert import is_adapter, open_expert
     from cgmerge.refs import expanded, parse_weighted
 
@@ -205,6 +206,7 @@ def _open(
             )
     pairs = [parse_weighted(ref) if kind == LAYERWISE else (ref, None) for ref in refs]
     found = [open_expert(ref, base=base) for ref, _ in pairs]
+    refuse_twice(found)
     for expert in found:
         expert.deltas(base, force_base=force_base)
     return found, [weight for _, weight in pairs]
@@ -213,7 +215,7 @@ def _open(
 def _refuse_inputs(out: Path, experts: "Sequence[Expert]", inputs: list[Path]) -> None:
     """Refuse a file that is read; statistics may lie with the expert that they belong to."""
     from cgmerge.inputs import refuse_inputs
-    from cgmerge.modules.stats import is_stats_name
+    from cgmerge.modules.statsfile import is_stats_name
 
     for expert in experts:
         folder = expert.folder
@@ -224,7 +226,7 @@ def _refuse_inputs(out: Path, experts: "Sequence[Expert]", inputs: list[Path]) -
 
 def _target(expert: "Expert", kind: str, out: Path | None, *, overwrite: bool) -> Path:
     from cgmerge import fs
-    from cgmerge.modules.stats import path_of
+    from cgmerge.modules.statsfile import path_of
 
     target = out or path_of(expert, kind)
     fs.check_file(target, overwrite=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from cgmerge.errors import Damaged, Incompatible
 from cgmerge.merge.deltas import LowRank, inner, pad_rank, stack
 from cgmerge.merge.engine import Merger, Rule, make_rule, plan_rank, rule_of, space_of
+from cgmerge.merge.flaws import flaw_of
 from cgmerge.merge.lowrank import Truncated, best_dense, truncate, truncate_dense
 from cgmerge.merge.parts import AnyMerger, PartsMerger
 from cgmerge.merge.registry import MethodSpec, all_methods, get_method
@@ -68,7 +69,7 @@ def merge_state_dicts(
         UsageError: Unknown method or parameter, value out of range, wrong number of weights.
         Incompatible: Shapes that differ, tensors that are not floating point, or a result that
             their type cannot hold.
-        Damaged: NaN or infinity in an input.
+        Damaged: NaN or infinity in an input; statistics that cannot be right.
 
     Example:
         >>> a, b = {"w": torch.tensor([1.0, -2.0])}, {"w": torch.tensor([3.0, 4.0])}
@@ -77,6 +78,7 @@ def merge_state_dicts(
     """
     rule = make_rule(method, len(deltas), weights=weights, params=params)
     kinds = _check(deltas)
+    _check_stats(rule, stats or (), kinds)
     double = any(dtype == torch.float64 for _, dtype in kinds.values())
     compute = torch.float64 if double else torch.float32
     merger = Merger(rule, deltas, compute, ids=ids, stats=stats)
@@ -92,6 +94,27 @@ def merge_state_dicts(
                 tensor=name,
             )
     return merged
+
+
+def _check_stats(
+    rule: Rule,
+    stats: Sequence[Mapping[str, Tensor]],
+    kinds: Mapping[str, tuple[torch.Size, torch.dtype]],
+) -> None:
+    """Refuse values that no statistic has; the rule itself knows which shape it wants."""
+    gram = rule.spec.traits.stats != "fisher"
+    for number, expert in enumerate(stats):
+        for name in sorted(expert.keys() & kinds.keys()):
+            values, shape = expert[name], kinds[name][0]
+            if gram and values.shape != (shape[1:].numel(),) * 2:
+                continue
+            flaw = flaw_of(values, gram=gram)
+            if flaw is not None:
+                raise Damaged(
+                    f"the statistics of {name!r} of expert {number}: the matrix {flaw}",
+                    code="stats",
+                    tensor=name,
+                )
 
 
 def _check(

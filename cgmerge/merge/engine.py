@@ -98,12 +98,7 @@ def make_rule(
         raise UsageError("no expert was given", code="experts")
     space, rest = _split_space(name)
     spec, fixed = get_method(rest)
-    if space and spec.traits.stats:
-        raise UsageError(
-            f"`{spec.name}` uses statistics of the inputs, which `{space}` does not have",
-            code="method",
-            hint=f"use `{spec.name}` alone",
-        )
+    _check_space(space, spec)
     given = dict(params or {})
     for key, value in fixed.items():
         if key in given and given[key] != value:
@@ -128,9 +123,21 @@ def space_of(name: str) -> Space | None:
     """Return the space in `SPACE+METHOD`, None where there is none.
 
     Raises:
-        UsageError: Unknown space.
+        UsageError: Unknown space or method, or a method that cannot run in one.
     """
-    return _split_space(name)[0] or None
+    space, rest = _split_space(name)
+    if space:
+        _check_space(space, get_method(rest)[0])
+    return space or None
+
+
+def _check_space(space: str, spec: MethodSpec) -> None:
+    if space and not spec.runs_in_spaces:
+        raise UsageError(
+            f"`{spec.name}` uses statistics of the inputs, which `{space}` does not have",
+            code="method",
+            hint=f"use `{spec.name}` alone",
+        )
 
 
 def _split_space(name: str) -> tuple[Space | Literal[""], str]:
@@ -140,10 +147,11 @@ def _split_space(name: str) -> tuple[Space | Literal[""], str]:
     for space in SPACES:
         if prefix == space:
             return space, rest
+    known = is_method(rest) and get_method(rest)[0].runs_in_spaces
     raise UsageError(
         f"unknown space `{prefix}` in `{name}`",
         code="method",
-        hint=f"spaces: {', '.join(SPACES)}; for example core+{rest}",
+        hint=f"spaces: {', '.join(SPACES)}; for example core+{rest if known else 'ties'}",
         found=prefix,
         expected=list(SPACES),
     )
@@ -371,10 +379,11 @@ def plan_rank(rule: Rule, experts: Sequence[LowRankExpert], rank: RankRule) -> i
             raise UsageError(f"the rank must be at least 1, found {rank}", code="rank")
         return rank
     if rank == "exact" and not rule.low_rank:
+        core = f", `core+{rule.spec.name}`," if rule.spec.runs_in_spaces else ""
         raise UsageError(
             f"`{rule.name}` works entry by entry, so no adapter of small rank holds it exactly",
             code="rank",
-            hint=f"give a rank (the error is measured), `core+{rule.spec.name}`, or --as model",
+            hint=f"give a rank (the error is measured){core} or --as model",
         )
     totals: dict[str, int] = {}
     limits: dict[str, int] = {}

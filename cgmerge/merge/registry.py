@@ -122,6 +122,11 @@ class MethodSpec:
         )
 
     @property
+    def runs_in_spaces(self) -> bool:
+        """Whether there is a `core+NAME`: statistics are those of the inputs as they are."""
+        return self.traits.stats is None
+
+    @property
     def needs(self) -> tuple[str, ...]:
         """Return what is needed beyond the experts."""
         return (f"{self.traits.stats} statistics",) if self.traits.stats else ()

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cgmerge import fs
-from cgmerge.errors import Damaged, Incompatible, NotFound, UsageError
+from cgmerge.errors import Incompatible, NotFound, UsageError
 from cgmerge.memory import refuse_shortage
 from cgmerge.modules.adapter_config import MAX_RANK
 from cgmerge.modules.base import Base, open_base
-from cgmerge.modules.compose_checks import check_alike, check_same_base
+from cgmerge.modules.compose_checks import check_alike, check_digest, check_same_base
 from cgmerge.modules.compose_out import check_out
 from cgmerge.modules.compose_record import base_record, experts_record, write_records
 from cgmerge.modules.compose_stats import open_stats
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from cgmerge.merge import AnyMerger, Rule
     from cgmerge.modules.compose_parts import Rules
     from cgmerge.modules.fullmodel import AnyExpert
-    from cgmerge.modules.stats import StatsFile
+    from cgmerge.modules.statsfile import StatsFile
 
 Progress = Callable[[int], None]
 
@@ -213,7 +213,7 @@ def make_plan(recipe: Recipe) -> Plan:
         )
     given = [order.index(i) for i in range(len(order))]
     refs = [item.ref for item in items]
-    stats = open_stats(experts, rule, recipe.base)
+    stats = open_stats(experts, items, rule, recipe, base)
     plan = Plan(recipe, experts, refs, deltas, rule, rank, base, stats, parts, given)
     plan.warnings.extend(plan_warnings(plan))
     return plan
@@ -334,14 +334,12 @@ def _open_checked(item: ExpertRef, recipe: Recipe, base: Base | None) -> "AnyExp
                 path=item.ref,
             ) from missing
         expert = replace(_open(str(beside), recipe, base), ref=item.ref)
-    if item.sha256 is not None and expert.digest != item.sha256:
-        raise Damaged(
-            f"{item.ref} is not the expert that the recipe names: sha256 {expert.digest[:16]}…,"
-            f" expected {item.sha256[:16]}…",
-            code="digest",
-            hint="the expert was changed since; remove `sha256` to take it as it is",
-            expected=item.sha256,
-            found=expert.digest,
+    if item.sha256 is not None:
+        check_digest(
+            f"{item.ref} is not the expert that the recipe names",
+            expert.digest,
+            item.sha256,
+            "the expert was changed since; remove `sha256` to take it as it is",
         )
     return expert
 
@@ -372,7 +370,7 @@ def _open(ref: str, recipe: Recipe, base: Base | None) -> "AnyExpert":
         return open_compressed_full(whole, ref, base, force_base=recipe.force_base)
     from cgmerge.modules.fullmodel import open_full
 
-    return open_full(ref, base)
+    return open_full(ref, base, force_base=recipe.force_base)
 
 
 def _deltas(

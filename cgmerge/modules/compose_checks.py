@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import combinations
 
-from cgmerge.errors import Incompatible
+from cgmerge.errors import Damaged, Incompatible
 from cgmerge.modules.expert import Expert
 from cgmerge.modules.recipe import Recipe
 
@@ -22,6 +22,28 @@ _BODIES = {
     "roberta",
 }
 """How implementations call the body of a model; no model has two of them."""
+
+
+def check_digest(what: str, found: str, expected: str, hint: str) -> None:
+    """Refuse a file that is not the one whose digest a recipe has.
+
+    Args:
+        what: Begins the message, e.g. `a is not the expert that the recipe names`.
+        found: Its sha256 as it is.
+        expected: That of the recipe.
+        hint: The next step.
+
+    Raises:
+        Damaged: Says both.
+    """
+    if found != expected:
+        raise Damaged(
+            f"{what}: sha256 {found[:16]}…, expected {expected[:16]}…",
+            code="digest",
+            hint=hint,
+            expected=expected,
+            found=found,
+        )
 
 
 def check_same_base(experts: Sequence[Expert], recipe: Recipe) -> None:

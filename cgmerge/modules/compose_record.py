@@ -112,11 +112,17 @@ def _yaml_word(text: str) -> str:
 
 
 def experts_record(plan: "Plan") -> list[dict[str, Any]]:
-    """Return reference, name, digest and weight of every expert, in the order of the plan."""
-    return [
+    """Return reference, name, digest and weight of every expert, in the order of the plan.
+
+    Where the method used statistics, also the digest of their file, and of what data they are.
+    """
+    entries: list[dict[str, Any]] = [
         {"ref": ref, "name": expert.name, "sha256": expert.digest, "weight": weight}
         for ref, expert, weight in zip(plan.refs, plan.experts, plan.rule.weights, strict=True)
     ]
+    for entry, file in zip(entries, plan.stats or [], strict=False):
+        entry["stats"] = file.pin()
+    return entries
 
 
 def parts_record(plan: "Plan") -> list[dict[str, Any]]:

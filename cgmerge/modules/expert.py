@@ -89,6 +89,11 @@ class Expert:
         return self.folder / f"{STATS}.safetensors"
 
     @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Return (out, in) of every module."""
+        return {path: (pair.out_features, pair.in_features) for path, pair in self.pairs.items()}
+
+    @property
     def ranks(self) -> list[int]:
         """Return the different ranks that occur, sorted."""
         return sorted({pair.rank for pair in self.pairs.values()})

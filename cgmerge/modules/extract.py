@@ -42,10 +42,11 @@ class Extraction:
     Attributes:
         expert: The full fine-tune.
         base: What its delta is relative to.
-        rank: Of every module.
+        rank: Of every module; no larger than any of them can have.
         dtype: Float type of the factors.
         linear: Weight name to (module path in the model, its shape), those LoRA can hold.
         deltas: Weight name to delta.
+        warnings: What is known before anything is computed.
     """
 
     expert: FullExpert
@@ -54,6 +55,7 @@ class Extraction:
     dtype: str
     linear: dict[str, tuple[str, ModuleShape]] = field(repr=False)
     deltas: FullDeltas = field(repr=False)
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def plan_extraction(expert: FullExpert, base: Base, rank: int, dtype: str = "aut
     Args:
         expert: From `open_full` with the same base.
         base: The base.
-        rank: Of every module, at least 1.
+        rank: Of every module, at least 1; beyond what any matrix has, it becomes that.
         dtype: `auto` is float32.
 
     Raises:
@@ -134,7 +136,12 @@ def plan_extraction(expert: FullExpert, base: Base, rank: int, dtype: str = "aut
     if HEAD in deltas and HEAD not in base.infos:  # split off from a tied embedding
         linear[HEAD] = "lm_head", base.modules["lm_head"]
     name = "float32" if dtype == "auto" else dtype
-    return Extraction(expert, base, rank, name, linear, deltas)
+    warnings = list(expert.warnings)
+    sizes = [min(shape.out_features, shape.in_features) for _, shape in linear.values()]
+    full = max(sizes, default=rank)
+    if rank > full:
+        warnings.append(f"no matrix has a rank above {full}: written at rank {full}, not {rank}")
+    return Extraction(expert, base, min(rank, full), name, linear, deltas, tuple(warnings))
 
 
 def run_extraction(
@@ -290,7 +297,7 @@ def _prefix(base: Base) -> str:
 
 
 def _warnings(plan: Extraction, dropped: dict[str, float]) -> list[str]:
-    warnings = list(plan.expert.warnings)
+    warnings = list(plan.warnings)
     if dropped:
         largest = sorted(dropped, key=lambda name: -dropped[name])
         shown = some_of((f"{name} (norm {dropped[name]:.4g})" for name in largest), _NAMED)

@@ -6,6 +6,7 @@ from typing import Any
 from cgmerge import strictjson
 from cgmerge.errors import CgmergeError, Damaged, Incompatible
 from cgmerge.modules.base import Base, config_values, stem_of
+from cgmerge.modules.recipe import RECORD, SCHEMA
 from cgmerge.shown import some_of
 from cgmerge.tensorfile import read_small
 
@@ -43,6 +44,43 @@ def check_full(model: Base, base: Base) -> list[str]:
     _check_names(own, wanted, model, base)
     _check_shapes(own, wanted, model, base)
     return _warnings(model, base)
+
+
+def check_made_from(model: Base, base: Base, *, force: bool) -> str | None:
+    """Compare the base that a model's own record names, where it has one, with the one given.
+
+    Args:
+        model: A model folder; those that `compose` writes hold a record.
+        base: What the model is compared with.
+        force: Accept another base.
+
+    Returns:
+        The fingerprint of the base that the model was made from, where that is known.
+
+    Raises:
+        Incompatible: Another one, with both fingerprints.
+        Damaged: A record that is no JSON.
+    """
+    path = model.folder / RECORD
+    if not path.is_file():
+        return None
+    raw = strictjson.loads_object(read_small(path, follow_links=True), source=str(path))
+    named = raw.get("base") if raw.get("schema") == SCHEMA else None
+    found = named.get("fingerprint") if isinstance(named, dict) else None
+    if not isinstance(found, str):
+        return None
+    if found != base.fingerprint and not force:
+        raise Incompatible(
+            f"{model.folder} was made from another base, says its {RECORD}: {found}, but"
+            f" {base.ref} is {base.fingerprint}",
+            code="base",
+            hint="pass the base it was made from, or --force-base to take the difference from"
+            " this one",
+            path=model.folder,
+            expected=found,
+            found=base.fingerprint,
+        )
+    return found
 
 
 def _by_stem(model: Base) -> dict[str, str]:

@@ -20,7 +20,7 @@ from cgmerge.modules.base import Base, open_base, stem_of
 from cgmerge.modules.compress.openedfull import CompressedDeltas, CompressedFull
 from cgmerge.modules.compress.wholemodel import refused
 from cgmerge.modules.expert import COMPRESSED, Expert, ExpertDeltas, check_modules
-from cgmerge.modules.fullcheck import check_full, is_table
+from cgmerge.modules.fullcheck import check_full, check_made_from, is_table
 from cgmerge.modules.weights import WeightReader
 from cgmerge.refs import local_place
 
@@ -39,12 +39,14 @@ class FullExpert:
         name: The folder's name.
         model: The folder, opened by its headers.
         warnings: What the user should know.
+        base_fingerprint: Of the base that it was made from, where a record in the folder tells.
     """
 
     ref: str
     name: str
     model: Base
     warnings: tuple[str, ...] = ()
+    base_fingerprint: str | None = None
     reader: WeightReader = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -54,11 +56,6 @@ class FullExpert:
     def folder(self) -> Path:
         """Return the absolute path of the model's folder."""
         return self.model.folder
-
-    @property
-    def base_fingerprint(self) -> None:
-        """Return nothing: a model folder does not tell what it was trained from."""
-        return
 
     @cached_property
     def digest(self) -> str:
@@ -79,14 +76,20 @@ class FullExpert:
 AnyExpert = Expert | FullExpert | CompressedFull
 
 
-def open_full(ref: str, base: Base) -> FullExpert:
+def open_full(ref: str, base: Base, *, force_base: bool = False) -> FullExpert:
     """Open a full fine-tune of a base: headers only, everything checked that they tell.
+
+    Args:
+        ref: What the user wrote.
+        base: What its delta is relative to.
+        force_base: Accept a model whose record names another base.
 
     Raises:
         NotFound: No such folder, or no weights in it.
         Unsafe: Pickle weights only.
         Damaged: A header or the index is wrong.
-        Incompatible: Another architecture, vocabulary, shape or set of weights; quantized weights.
+        Incompatible: Another architecture, vocabulary, shape or set of weights; quantized weights;
+            a record of another base.
     """
     # By its path: a folder called `tiny` is not the built-in base of that name.
     place = local_place(ref, what="full model", suffix=COMPRESSED)
@@ -94,8 +97,11 @@ def open_full(ref: str, base: Base) -> FullExpert:
         raise refused(place, "which has to be a model again first")
     model = replace(open_base(str(place)), ref=ref)
     warnings = check_full(model, base)
+    made_from = check_made_from(model, base, force=force_base)
+    if made_from not in (None, base.fingerprint):
+        warnings.append(f"{model.folder.name} was made from {made_from}, not from {base.ref}")
     name = readable(model.folder.name, 200).replace("\n", " ")
-    return FullExpert(ref, name, model, tuple(warnings))
+    return FullExpert(ref, name, model, tuple(warnings), made_from)
 
 
 def task_vectors(

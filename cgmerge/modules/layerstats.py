@@ -8,7 +8,6 @@ what it makes of the data. The statistics therefore belong to one set of experts
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cgmerge.errors import Incompatible
@@ -18,6 +17,7 @@ from cgmerge.modules.encoding import Encoded
 from cgmerge.modules.expert import Expert
 from cgmerge.modules.loading import LoadedBase
 from cgmerge.modules.stats import Statistics, check_finite, frozen, input_grams
+from cgmerge.modules.statsfile import StatsFile
 
 if TYPE_CHECKING:
     from cgmerge.merge import Rule
@@ -50,19 +50,19 @@ class Along:
         """Return what is stored."""
         return {"alpha": self.alpha, "shares": [list(pair) for pair in self.shares]}
 
-    def check(self, stored: object, path: Path) -> None:
+    def check(self, file: StatsFile) -> None:
         """Refuse statistics of another merge.
 
         Raises:
             Incompatible: Other experts, weights or alpha.
         """
+        stored = file.content.get("along")
         if not self._same(stored):
             raise Incompatible(
-                f"{path} was collected along another merge: other experts, weights or alpha",
+                f"{file.path} was collected along another merge: other experts, weights or alpha",
                 code="stats",
-                hint="collect them again for these experts: cgmerge stats A B … --kind layerwise"
-                f" --alpha {self.alpha:g} --overwrite",
-                path=path,
+                hint=f"collect them again for these experts: {file.command}",
+                path=file.path,
                 expected=self.plain(),
                 found=stored,
             )

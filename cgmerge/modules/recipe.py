@@ -32,16 +32,27 @@ _KEYS = {
 _OUTPUT_KEYS = {"as", "rank", "dtype", "allow_rounding"}
 # What a record says about the result; not part of the request.
 _RESULT_KEYS = ("result", "versions", "warnings")
-_EXPERT_KEYS = {"ref", "weight", "sha256", "name"}
+_EXPERT_KEYS = {"ref", "weight", "sha256", "name", "stats"}
+# The last three tell people what the statistics were computed from.
+_STATS_KEYS = {"kind", "sha256", "data", "rows", "tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class StatsPin:
+    """The file of statistics that a method used of an expert: which kind, and its digest."""
+
+    kind: str
+    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRef:
-    """One expert of a recipe; `sha256` pins its content."""
+    """One expert of a recipe; `sha256` pins its content, `stats` that of its statistics."""
 
     ref: str
     weight: float | None = None
     sha256: str | None = None
+    stats: StatsPin | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +312,22 @@ def _expert(entry: Any, path: Path, *, recorded: bool) -> ExpertRef:
     digest = _take(entry, "sha256", str, path)
     ref = entry["ref"] if recorded else located_ref(entry["ref"], path)
     _check_place(ref, entry["ref"], path)
-    return ExpertRef(ref, None if weight is None else float(weight), digest)
+    return ExpertRef(ref, None if weight is None else float(weight), digest, _stats(entry, path))
+
+
+def _stats(entry: Mapping[str, Any], path: Path) -> StatsPin | None:
+    raw = _take(entry, "stats", dict, path)
+    if raw is None:
+        return None
+    _only_known(raw, _STATS_KEYS, f"{path}: stats")
+    kind, digest = _take(raw, "kind", str, path), _take(raw, "sha256", str, path)
+    if kind not in ("gram", "fisher", "layerwise") or digest is None:
+        raise UsageError(
+            f"{path}: stats have a `kind` (gram, fisher or layerwise) and a `sha256`,"
+            f" found {_shown(raw)}",
+            code="recipe",
+        )
+    return StatsPin(kind, digest)
 
 
 def _check_place(ref: str, written: str, recipe: Path) -> None:

@@ -11,30 +11,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cgmerge import fs, strictjson
-from cgmerge.errors import Damaged, Incompatible, NotFound
+from cgmerge import fs
+from cgmerge.errors import Damaged, Incompatible
 from cgmerge.modules.attach import attached
 from cgmerge.modules.encoding import Encoded
 from cgmerge.modules.expert import Expert
 from cgmerge.modules.loading import LoadedBase
-from cgmerge.modules.usage import base_names, base_word
-from cgmerge.quoting import quoted
+from cgmerge.modules.statsfile import SCHEMA, Kind
 from cgmerge.shown import some_of
-from cgmerge.tensorfile import TensorFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Kind = Literal["gram", "fisher", "layerwise"]
-KINDS: tuple[Kind, ...] = ("gram", "fisher")
-"""What one expert alone has; `layerwise` belongs to several, see `layerstats`."""
-
-SCHEMA = "cgmerge.stats/1"
 BATCH = 8
 
 
@@ -153,75 +146,6 @@ def write_stats(
         content["along"] = dict(along)
     text = json.dumps(content, sort_keys=True)
     fs.replace_tensors(path, tensors, {"cgmerge": text})
-
-
-def path_of(expert: Expert, kind: str) -> Path:
-    """Return where a kind of statistics of an expert is kept."""
-    path = expert.stats_path
-    return path.with_stem(f"{path.stem}-layerwise") if kind == "layerwise" else path
-
-
-def is_stats_name(name: str) -> bool:
-    """Whether a file in an expert's folder is one of its statistics, by its name."""
-    return name.startswith("cgmerge-stats")
-
-
-class StatsFile(Mapping[str, Tensor]):
-    """One kind of statistics of one expert: module to tensor (float64), read when asked for.
-
-    Args:
-        path: From `write_stats`.
-        expert: What it must belong to.
-        kind: Which.
-
-    Raises:
-        NotFound: No such file, or not this kind in it.
-        Damaged: Not a file of statistics.
-        Incompatible: Those of another expert, or of an earlier state of it.
-    """
-
-    def __init__(self, path: Path, expert: Expert, kind: Kind) -> None:
-        self.path = path
-        self.kind = kind
-        if not path.is_file():
-            raise NotFound(f"{expert.name} has no {kind} statistics", code="stats", path=path)
-        self.file = TensorFile(path)
-        self.content = self._content()
-        if self.content["expert"] != expert.digest:
-            raise Incompatible(
-                f"{path} belongs to another expert, or to an earlier state of {expert.name}",
-                code="stats",
-                hint=f"compute them again: cgmerge stats {quoted(expert.ref)}"
-                f" --base {base_word(None, base_names([expert]))} --data FILE --overwrite",
-                path=path,
-                expected=expert.digest,
-                found=self.content["expert"],
-            )
-        mark = "fisher." if kind == "fisher" else "gram."
-        own = {n.removeprefix(mark): n for n in self.file.infos if n.startswith(mark)}
-        shared = {} if kind == "fisher" else self.content["shared"]
-        self.names = own | {name: own[owner] for name, owner in shared.items() if owner in own}
-        if not own:
-            raise NotFound(f"{path} holds no {kind} statistics", code="stats", path=path)
-
-    def _content(self) -> dict[str, Any]:
-        source = str(self.path)
-        text = self.file.metadata.get("cgmerge")
-        content = strictjson.loads_object(text.encode(), source=source) if text else {}
-        wanted = {"expert": str, "base": str, "shared": dict}
-        fits = all(isinstance(content.get(key), kind) for key, kind in wanted.items())
-        if content.get("schema") != SCHEMA or not fits:
-            raise Damaged(f"{source} is not a {SCHEMA}", code="stats", path=self.path)
-        return content
-
-    def __getitem__(self, module: str) -> Tensor:
-        return self.file.read(self.names[module]).double()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
 
 
 class _Enough(Exception):

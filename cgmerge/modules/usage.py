@@ -3,11 +3,16 @@
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from cgmerge.modules.builtin import NAMES
 from cgmerge.modules.expert import Expert
 from cgmerge.quoting import quoted
+
+if TYPE_CHECKING:
+    from cgmerge.merge import Rule
 
 _UNKNOWN = "BASE"
 _LONGEST = 200
@@ -53,6 +58,40 @@ def base_word(given: str | None, names: Iterable[str]) -> str:
         return _UNKNOWN
     remote = _HUB.fullmatch(name) and not os.path.exists(name)  # noqa: PTH110
     return quoted(f"hf://{name}" if remote else name)
+
+
+def stats_command(
+    experts: Sequence[Expert], base: str, *, overwrite: bool, along: "Rule | None" = None
+) -> str:
+    """Return the command that computes the statistics of an expert, or of several along a merge.
+
+    Args:
+        experts: One; or all of a merge, in the order of the rule's weights.
+        base: From `base_word`.
+        overwrite: Whether there is a file already.
+        along: The merge that layerwise statistics are for.
+    """
+    words, files, options = [quoted(expert.ref) for expert in experts], "FILE", ""
+    if along is not None:
+        if len(set(along.weights)) > 1:
+            words = [
+                quoted(f"{expert.ref}={_shortest(weight)}")
+                for expert, weight in zip(experts, along.weights, strict=True)
+            ]
+        files = " ".join(["FILE"] * len(experts))
+        options = " --kind layerwise"
+        # Statistics are those of one alpha; the command has the method's default.
+        alpha = asdict(along.params)["alpha"]
+        if alpha != asdict(along.spec.make_params())["alpha"]:
+            options += f" --alpha {_shortest(alpha)}"
+    written = " --overwrite" if overwrite else ""
+    return f"cgmerge stats {' '.join(words)} --base {base} --data {files}{options}{written}"
+
+
+def _shortest(number: float) -> str:
+    """Write a number so that it is read back the same."""
+    short = f"{number:g}"
+    return short if float(short) == number else repr(number)
 
 
 def peft_snippet(base: str, adapter: str) -> str:

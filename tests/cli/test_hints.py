@@ -1,6 +1,8 @@
 """Hints: one answer to what a compressed full model is for, and commands that can be pasted."""
 
+import json
 import os
+import re
 import shlex
 from pathlib import Path
 
@@ -134,3 +136,32 @@ def test_a_file_of_an_adapter_is_answered_with_its_folder(run, tmp_path):
     code, _, err = run("decompress", folder, "-o", tmp_path / "y")
     assert code == 2
     assert "name a .cge file" in err
+
+
+def test_a_space_is_suggested_only_to_rules_that_run_in_one(run, experts):
+    """Those that need statistics run in none: neither `--rank exact` nor a typo leads there."""
+    from cgmerge.merge import all_methods, make_rule
+
+    words = ["compose", experts / "E1", experts / "E2", "-o", experts / "out", "--json"]
+    seen = set()
+    for spec in all_methods():
+        if spec.low_rank:
+            continue
+        code, _, err = run(*words, "-m", spec.name, "--rank", "exact")
+        hint = json.loads(err.splitlines()[-1])["hint"]
+        assert code == 2
+        assert "--as model" in hint
+        named = re.findall(r"`(core\+[\w-]+)`", hint)
+        seen.add(bool(named))
+        assert bool(named) == (spec.traits.stats is None)
+        for name in named:
+            assert make_rule(name, 2).space == "core"
+    assert seen == {True, False}
+    for name, example in (("croe+ties", "core+ties"), ("croe+fisher", "core+ties")):
+        _, _, err = run(*words, "-m", name)
+        assert json.loads(err.splitlines()[-1])["hint"].endswith(f"for example {example}")
+    # Nor is there a page of what is refused.
+    code, _, err = run("methods", "core+fisher")
+    assert code == 2
+    assert "uses statistics of the inputs" in err
+    assert run("methods", "core+ties")[0] == 0

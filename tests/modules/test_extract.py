@@ -168,6 +168,54 @@ def test_refusals(run, tmp_path, models, experts):
     assert "model.layers.0.self_attn.q_proj: norm" in err
 
 
+def test_a_rank_that_no_matrix_has_is_not_written(run, tmp_path, models):
+    """The smallest side of the largest matrices is 32; beyond it there are only zeros."""
+    full = support.make_full(tmp_path / "F", models / "B", only="_proj")
+    words = ["extract", full, "--base", models / "B", "--json", "-o"]
+    wide = cases.done(run(*words, tmp_path / "wide", "--rank", 500))
+    assert wide["rank"] == 32
+    assert "no matrix has a rank above 32: written at rank 32, not 500" in wide["warnings"]
+    assert cases.done(run(*words, tmp_path / "dry", "--rank", 500, "--dry-run"))["rank"] == 32
+    own = cases.done(run(*words, tmp_path / "own", "--rank", 32))
+    assert own["warnings"] == []
+    a, b = (support.folder_bytes(tmp_path / name) for name in ("wide", "own"))
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert a[name] == b[name]
+
+
+def test_a_model_that_says_what_it_was_made_from(run, tmp_path, models, experts):
+    """A model that `compose` wrote has a record, wherever its delta is taken again."""
+    full = model_of(tmp_path / "made", models / "B", experts / "E1")
+    ours, theirs = (open_base(str(models / name)).fingerprint for name in ("B2", "B"))
+    commands = {
+        "extract": ["extract", full, "--rank", 4],
+        "compress": ["compress", full],
+        "compose": ["compose", full, experts / "E2", "-m", "linear", "--as", "model"],
+    }
+    for name, words in commands.items():
+        for base, code in ((models / "B", 0), (models / "B2", 3)):
+            out = tmp_path / f"{name}-{base.name}.cge"
+            all_words = [*words, "--base", base, "-o", out, "--json"]
+            if code == 0:
+                cases.done(run(*all_words))
+                continue
+            error = cases.refused(
+                run(*all_words), 3, "incompatible.base", theirs, ours, "--force-base"
+            )
+            assert (error["expected"], error["found"]) == (theirs, ours)
+            assert not out.exists()
+            forced = cases.done(run(*all_words, "--force-base"))
+            assert f"made was made from {theirs}" in " ".join(forced["warnings"])
+
+
+@pytest.mark.parametrize("record", [{"schema": "other/1", "base": {"fingerprint": "x"}}, {}])
+def test_a_record_of_something_else_says_nothing(run, tmp_path, models, record):
+    full = support.make_full(tmp_path / "F", models / "B")
+    (full / "cgmerge.json").write_text(json.dumps(record))
+    words = ["extract", full, "--base", models / "B", "--rank", 4, "-o", tmp_path / "out"]
+    assert run(*words)[0] == 0
+
+
 def test_overflow_is_refused(tmp_path, models):
     full = support.make_full(tmp_path / "F", models / "B", std=1e12, only="q_proj")
     with pytest.raises(CgmergeError) as caught:

@@ -17,7 +17,8 @@ from cgmerge.modules.expert import open_expert
 from cgmerge.modules.layerstats import Along, collect_layerwise, count_layers, layers_of
 from cgmerge.modules.loading import load_base
 from cgmerge.modules.recipe import ExpertRef, Recipe
-from cgmerge.modules.stats import collect, path_of, write_stats
+from cgmerge.modules.stats import collect, write_stats
+from cgmerge.modules.statsfile import path_of
 
 LEAVES = ("q_proj", "o_proj", "down_proj")
 ALPHA = 0.8

@@ -11,7 +11,8 @@ from cgmerge.modules.base import open_base
 from cgmerge.modules.encoding import Encoded
 from cgmerge.modules.expert import open_expert
 from cgmerge.modules.loading import load_base
-from cgmerge.modules.stats import StatsFile, collect, write_stats
+from cgmerge.modules.stats import collect, write_stats
+from cgmerge.modules.statsfile import StatsFile
 
 LEAVES = ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")
 

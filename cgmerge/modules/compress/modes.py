@@ -195,9 +195,14 @@ def decode(coded: Sequence[Coded]) -> dict[str, LowRank]:
     Args:
         coded: Names end in `.lora_A` and `.lora_B`, both for each module.
     """
-    tensors = {part.name: part.tensor() for part in coded}
-    names = sorted(name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A"))
-    return {name: LowRank(tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"]) for name in names}
+    return dict(_decoded(coded))
+
+
+def _decoded(coded: Sequence[Coded]) -> Iterator[tuple[str, LowRank]]:
+    """Decode module by module, as far as somebody looks."""
+    parts = {part.name: part for part in coded}
+    for name in sorted(n.removesuffix(".lora_A") for n in parts if n.endswith(".lora_A")):
+        yield name, LowRank(parts[f"{name}.lora_A"].tensor(), parts[f"{name}.lora_B"].tensor())
 
 
 def count_nonzero(coded: Sequence[Coded]) -> int:
@@ -261,7 +266,7 @@ class _Work:
 
     def size_if_left(self, coded: Sequence[Coded]) -> float:
         """Return the size, 0 where no module has an effect any more: that is no result."""
-        left = any(delta.norm() > 0.0 for delta in decode(coded).values())
+        left = any(delta.norm() > 0.0 for _, delta in _decoded(coded))
         return self.options.size_of(coded) if left else 0.0
 
     def finished(self, mode: Mode, gauge: Gauge, coded: list[Coded]) -> Encoded:

@@ -90,8 +90,16 @@ def is_full(folder: Path) -> bool:
     return (folder / "config.json").exists() and not is_adapter(folder)
 
 
-def plan_full(ref: str, request: Request, base: Base | None) -> FullPlan:
+def plan_full(
+    ref: str, request: Request, base: Base | None, *, force_base: bool = False
+) -> FullPlan:
     """Open a full fine-tune and check what can be checked without computing.
+
+    Args:
+        ref: What the user wrote.
+        request: Mode and strength.
+        base: What its delta is relative to.
+        force_base: Accept a model whose record names another base.
 
     Raises:
         UsageError: No base, or a request that only adapters can meet.
@@ -113,7 +121,7 @@ def plan_full(ref: str, request: Request, base: Base | None) -> FullPlan:
             hint="use --mode ternary or compeft, or make an adapter: cgmerge extract"
             f" {quoted(ref)} --base {quoted(base.ref)} --rank 16 -o OUT",
         )
-    expert = open_full(ref, base)
+    expert = open_full(ref, base, force_base=force_base)
     (deltas,) = task_vectors([expert], base)
     return FullPlan(expert, base, request, deltas)
 

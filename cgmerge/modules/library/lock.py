@@ -12,6 +12,7 @@ from cgmerge.inputs import refuse_inputs
 from cgmerge.modules import mergekit
 from cgmerge.modules.builtin import NAMES
 from cgmerge.modules.compose import Plan, make_plan
+from cgmerge.modules.compose_record import experts_record
 from cgmerge.modules.library.store import HUB, is_url
 from cgmerge.modules.recipe import (
     SCHEMA,
@@ -93,14 +94,12 @@ def _read(words: list[str]) -> tuple[dict[str, Any], Recipe]:
 
 def _experts(recipe: Recipe, plan: Plan, out: Path) -> list[dict[str, Any]]:
     """Return the experts as they are, in the order of the recipe."""
-    digests = {
-        ref: (expert.digest, expert.name)
-        for ref, expert in zip(plan.refs, plan.experts, strict=True)
-    }
+    known = {one["ref"]: one for one in experts_record(plan)}
+    kept = ("sha256", "name", "stats")
     entries = []
     for item in recipe.experts:
-        digest, name = digests[item.ref]
-        entry = {"ref": _from(item.ref, out), "sha256": digest, "name": name}
+        found = known[item.ref]
+        entry = {"ref": _from(item.ref, out), **{k: found[k] for k in kept if k in found}}
         entries.append(entry if item.weight is None else {**entry, "weight": item.weight})
     return entries
 
