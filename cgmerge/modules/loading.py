@@ -130,7 +130,6 @@ def load_base(
 
     if not with_encoder:
         refuse_encoder(base)
-    tokenizer = load_tokenizer(base)
     place = pick_device(device)
     options: dict[str, Any] = {
         "local_files_only": True,
@@ -151,6 +150,7 @@ def load_base(
                 code="base_load",
                 path=base.folder,
             ) from error
+    tokenizer = load_tokenizer(base)
     if not load_in_4bit:
         model.to(place)
     guard_four_bit(model)

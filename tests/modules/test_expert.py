@@ -309,7 +309,7 @@ def test_not_finite_names_the_tensor(e1, bad):
 
     support.edit_tensors(e1, poison)
     deltas = open_expert(str(e1)).deltas()
-    with pytest.raises(Damaged, match=r"layers\.1\.self_attn\.v_proj\.lora_A.*1 values"):
+    with pytest.raises(Damaged, match=r"layers\.1\.self_attn\.v_proj\.lora_A.*1 value that is"):
         deltas["model.layers.1.self_attn.v_proj"]
 
 

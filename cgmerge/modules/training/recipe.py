@@ -274,5 +274,5 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         return read_mapping(path)
     except Damaged as error:  # data files are .json too, but hold a list or many objects
-        error.hint = error.hint or hint
+        error.hint = "; ".join(filter(None, [error.hint, hint]))
         raise
