@@ -228,20 +228,24 @@ class TestRecipe:
         assert read_recipe(path, {})[0].lr == 1e-4
 
     @pytest.mark.parametrize(
-        ("text", "message"),
+        ("text", "message", "first"),
         [
-            ('{"rank": 1, "rank": 2}', "holds the key 'rank' twice"),
-            ('[{"prompt": "a", "completion": "b"}]', "must hold an object, found an array"),
-            ('{"prompt": "a"}\n{"prompt": "b"}', "not valid JSON: Extra data"),
-            ('{"lr": NaN}', "holds NaN"),
+            ('{"rank": 1, "rank": 2}', "holds the key 'rank' twice", "keep one of the two; "),
+            ('[{"prompt": "a", "completion": "b"}]', "must hold an object, found an array", ""),
+            (
+                '{"prompt": "a"}\n{"prompt": "b"}',
+                "not valid JSON: Extra data",
+                "it may be cut short, or edited by hand: correct it there, or get it again; ",
+            ),
+            ('{"lr": NaN}', "holds NaN", "write a finite number, or null where there is none; "),
         ],
     )
-    def test_json_that_is_none(self, tmp_path, text, message):
+    def test_json_that_is_none(self, tmp_path, text, message, first):
         path = tmp_path / "rows.json"
         path.write_text(text)
         with pytest.raises(Damaged, match=message) as error:
             read_recipe(path, {})
-        assert error.value.hint.endswith(f"for a data file write --data {path}")
+        assert error.value.hint == f"{first}for a data file write --data {path}"
 
     def test_hint_for_a_near_key(self, tmp_path):
         with pytest.raises(UsageError) as error:
